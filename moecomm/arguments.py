@@ -104,16 +104,18 @@ def require_number(name: str, value: Any, holds: Callable[[float], bool], bound:
     return number
 
 
-def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> None:
+def require_ascending(name: str, values_N: torch.Tensor, most: int, first: int | None = None) -> bool:
     """Raises InvalidArgument if a value is negative, above `most`, or below the value before it, or if the
-    first is above `first` (unless None). Skips values on GPUs (the host would wait), and unknown values."""
+    first is above `first` (unless None). Returns whether it has looked at the values: it does not on a GPU,
+    for which the host would wait, and where they are unknown."""
     if values_N.device.type != "cpu" or torch.compiler.is_compiling() or not _has_memory(values_N):
-        return
+        return False
     least, highest = 0, most if first is None else first
     for place, value in enumerate(values_N.tolist()):
         if not least <= value <= highest:
             raise InvalidArgument(f"{name}[{place}] is {value}, must be from {least} to {highest}")
         least, highest = value, most
+    return True
 
 
 def require_module(model: Any) -> None:

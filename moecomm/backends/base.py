@@ -21,7 +21,7 @@ Finished = TypeVar("Finished")
 
 
 class ExpertIndex(NamedTuple):
-    """For a dispatch in the rank layout: the row and the weight of each position in expert-major order."""
+    """The expert-major index of a dispatch in the rank layout: the row and the weight of each position."""
 
     rows_Q: Tensor
     weights_Q: Tensor | None

@@ -60,7 +60,7 @@ class Weights(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """What torch.utils.checkpoint with `keep_plans` keeps of a layer's forwards, in their order."""
+    """The dispatches of a layer's forwards, in order, that a checkpoint with `keep_plans` keeps."""
 
     states: list[DispatchState]
     choices: list[Choices]
@@ -87,7 +87,7 @@ class PassContext(NamedTuple):
     deferred: Deferred | None = None
     """The list of deferred weight gradients to which the backward adds; None: it computes them at once."""
     recorded: RecordedStages | None = None
-    """Where the pass stores its measured stages; None: nothing is measured."""
+    """The object in which the pass stores its measured stages; None: nothing is measured."""
     overflow: Any = None
     """The OverflowCheck of a GraphedStep, which is told the dispatch's overflow; or None."""
     plans: Plans | None = None
@@ -111,7 +111,7 @@ class PassContext(NamedTuple):
 
 
 class DispatchState(NamedTuple):
-    """What a dispatch returned, but for the rows. Rows can be sent again along its plan, `handle`."""
+    """The result of a dispatch without its rows. Rows can be sent again along its plan, `handle`."""
 
     handle: Handle
     weights_P: Tensor

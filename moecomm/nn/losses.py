@@ -84,14 +84,14 @@ def expert_sums(
         probs_SE = probs_TE.view(count, length, num_experts).sum(dim=1)
         tokens_S = real_T.view(count, length).sum(dim=1)
     else:
-        require_ascending("cu_seqlens", cu_seqlens, num_tokens, first=0)
-        # Wrong values that require_ascending does not see, as on a GPU, make the loss and its gradients NaN.
-        falls = (cu_seqlens.long().diff() < 0).any()
-        wrong = falls | (cu_seqlens[0] != 0) | (cu_seqlens[-1] > num_tokens)
+        seen = require_ascending("cu_seqlens", cu_seqlens, num_tokens, first=0)
         # An additional row takes the tokens past the last sequence.
         count, of_T = cu_seqlens.shape[0] - 1, torch.bucketize(token_T, cu_seqlens[1:], right=True)
         probs_SE = probs_TE.new_zeros(count + 1, num_experts).index_add(0, of_T, probs_TE)[:count]
-        probs_SE = probs_SE * probs_SE.new_ones(()).masked_fill(wrong, torch.nan)
+        if not seen:  # as on a GPU: wrong values make the loss and its gradients NaN
+            falls = (cu_seqlens.long().diff() < 0).any()
+            wrong = falls | (cu_seqlens[0] != 0) | (cu_seqlens[-1] > num_tokens)
+            probs_SE = probs_SE * probs_SE.new_ones(()).masked_fill(wrong, torch.nan)
         tokens_S = real_T.new_zeros(count + 1).index_add(0, of_T, real_T)[:count]
     chosen_TK = topk_idx_TK.to(torch.int64)
     ones_TK = (chosen_TK >= 0) * real_T.unsqueeze(1)

@@ -164,8 +164,8 @@ def new_group(ranks: Ranks) -> Group:
     with _lost_store_told(phase):
         store.set(str(rank), str(len(_world.pg_names)))
         _meet(store, ranks, phase)
-        most = max(int(store.get(str(each))) for each in ranks)
-    while not _NAMED_BY_COUNT and len(_world.pg_names) < most:
+        most = 0 if _NAMED_BY_COUNT else max(int(store.get(str(each))) for each in ranks)
+    while len(_world.pg_names) < most:
         dist.new_group([rank], use_local_synchronization=True)
     before, _world.group_count = _world.group_count, _FIRST_COUNT + call
     try:

@@ -332,7 +332,7 @@ def test_an_interrupted_program_leaves_no_rank_behind(
 
 
 def test_a_program_whose_output_nobody_reads_any_more_ends_without_words() -> None:
-    """As behind `head`."""
+    """A reader like `head` closes its end of the pipe. The program then ends."""
     command = [sys.executable, "bench/dispatch_perf.py", *OPERATION, "-n", "1000000"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes) as running:

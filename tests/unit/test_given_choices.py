@@ -319,7 +319,7 @@ def test_tokens_past_the_last_sequence_are_of_none(seed: int) -> None:
 
 @pytest.mark.parametrize("starts", [[0, 9, 4, 20], [2, 20], [-1, 20], [0, 21]])
 def test_wrong_sequences_that_the_host_cannot_see_give_nan(starts: list[int], seed: int) -> None:
-    """As on GPUs: in the loss and in the gradients, also where only these reach the model."""
+    """The loss and its gradients are NaN, as on GPUs: in some models only the gradients are used."""
     probs, ends = torch.rand(20, 3).softmax(dim=1), torch.tensor([0, 20])
     idx = torch.randint(0, 3, (20, 1))
     loss = torch.compile(load_balancing_loss, backend="eager")

@@ -11,7 +11,7 @@
 // home's local number. The last blocks of this kernel on the relay send them on (relay_sums.cuh).
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/combine/sum_pipe.cuh"
-#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/common/token_order.cuh"
 #include "kernels/gpu/internode/relay_sums.cuh"
 
 namespace moecomm::gpu {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "device/rail.cuh"
-#include "kernels/gpu/common/announcer.cuh"
 #include "kernels/gpu/common/strip.cuh"
+#include "kernels/gpu/common/token_order.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::gpu {

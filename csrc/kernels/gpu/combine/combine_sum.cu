@@ -8,7 +8,7 @@
 //     came over the network, read from the memory where it arrived
 #include "kernels/gpu/combine/combine_rows.cuh"
 #include "kernels/gpu/combine/sum_pipe.cuh"
-#include "kernels/gpu/common/announcer.cuh"
+#include "kernels/gpu/common/token_order.cuh"
 
 namespace moecomm::gpu {
 namespace {

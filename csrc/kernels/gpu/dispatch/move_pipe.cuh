@@ -11,8 +11,8 @@
 #pragma once
 
 #include "device/rail.cuh"
-#include "kernels/gpu/common/announcer.cuh"
 #include "kernels/gpu/common/stages.cuh"
+#include "kernels/gpu/common/token_order.cuh"
 
 namespace moecomm::gpu {
 
@@ -443,38 +443,18 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
   ptx::bulk_wait<0>();
 }
 
-/// The work of a worker that shares each row with the other workers. All their threads call
-/// work(stage, list, entry, thread, parts) for each entry. The call leaves the bytes to store in the stage,
-/// and each warp's share of a dot product, if there is one, in `parts`[warp].
-template <int workers, class Work>
-__device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
+/// The work of a worker. Workers that share rows take each stage together; all their threads call work(stage,
+/// list, entry, thread, parts), and `parts`[warp] gets a warp's share of a dot product, if there is one. A
+/// lone worker takes every kLoneWorkers-th stage; with in_order() the first worker takes all. It waits at
+/// each use of its stages, so it never misses a phase of their barriers; its lanes call work(stage, list,
+/// entry, piece). Either call leaves the bytes to store in the stage.
+template <int workers, class Shape, class Work>
+__device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const Shape& shape, int warp,
                                 Work& work) {
-  StageCursor cursor;
-  for (uint32_t number = 0;; ++number) {
-    const auto& list = unit.lists[number % kMoveLists];
-    wait_barrier(&unit.listed[number % kMoveLists], number / kMoveLists);
-    if (list.is_last) return;
-    const int entries = list.entries;
-    for (int entry = 0; entry < entries; ++entry) {
-      wait_barrier(&unit.full[cursor.stage], cursor.round);
-      work(unit.stages + cursor.stage * shape.stage_bytes, list, entry, warp * 32 + lane_id(),
-           unit.parts[cursor.stage]);
-      ptx::fence_shared_to_bulk();
-      __syncwarp();
-      if (lane_id() == 0) ptx::barrier_arrive(&unit.ready[cursor.stage]);
-      cursor.advance(shape.stages);
-    }
-    __syncwarp();
-    if (lane_id() == 0) ptx::barrier_arrive(&unit.taken[number % kMoveLists]);
-  }
-}
-
-/// The work of a lone worker, which takes every kLoneWorkers-th stage; with in_order() the first worker takes
-/// all. A worker waits at each use of its stages, so it never misses a phase of their barriers. Its lanes
-/// call work(stage, list, entry, piece).
-template <class Work>
-__device__ void work_alone(MovePipe<kLoneWorkers>::Unit& unit, const LoneShape& shape, int warp, Work& work) {
-  const bool in_order = shape.in_order();
+  constexpr bool kAlone = MovePipe<workers>::kAlone;
+  int pieces = 1;
+  bool in_order = false;
+  if constexpr (kAlone) pieces = shape.pieces.count, in_order = shape.in_order();
   StageCursor cursor;
   for (uint32_t number = 0;; ++number) {
     const auto& list = unit.lists[number % kMoveLists];
@@ -482,10 +462,14 @@ __device__ void work_alone(MovePipe<kLoneWorkers>::Unit& unit, const LoneShape& 
     if (list.is_last) return;
     const int entries = list.entries;
     for (int entry = 0; entry < entries; ++entry)
-      for (int piece = 0; piece < shape.pieces.count; ++piece) {
-        if ((in_order ? 0 : cursor.stage % kLoneWorkers) == warp) {
+      for (int piece = 0; piece < pieces; ++piece) {
+        if (!kAlone || (in_order ? 0 : cursor.stage % kLoneWorkers) == warp) {
           wait_barrier(&unit.full[cursor.stage], cursor.round);
-          work(unit.stages + cursor.stage * shape.stage_bytes, list, entry, piece);
+          std::byte* const stage = unit.stages + cursor.stage * shape.stage_bytes;
+          if constexpr (kAlone)
+            work(stage, list, entry, piece);
+          else
+            work(stage, list, entry, warp * 32 + lane_id(), unit.parts[cursor.stage]);
           ptx::fence_shared_to_bulk();
           __syncwarp();
           if (lane_id() == 0) ptx::barrier_arrive(&unit.ready[cursor.stage]);
@@ -535,10 +519,7 @@ __device__ void run_move_pipe(std::byte* shared, const Shape& shape, uint64_t ep
     __syncwarp();
     if (lane_id() == 0) store_entries<workers>(unit, shape, epoch);
   } else {
-    if constexpr (Pipe::kAlone)
-      work_alone(unit, shape, role - 3, work);
-    else if constexpr (Pipe::kWorks)
-      work_on_entries<workers>(unit, shape, role - 3, work);
+    if constexpr (Pipe::kWorks) work_on_entries<workers>(unit, shape, role - 3, work);
   }
   __syncthreads();
 }

@@ -4,8 +4,8 @@
 // Blocks of its reducing kernel do this.
 #pragma once
 
-#include "kernels/gpu/common/announcer.cuh"
 #include "kernels/gpu/common/strip.cuh"
+#include "kernels/gpu/common/token_order.cuh"
 #include "kernels/gpu/internode/relay_records.cuh"
 
 namespace moecomm::gpu {
