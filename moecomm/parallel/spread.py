@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,17 +21,27 @@ built_layers: weakref.WeakSet[Any] = weakref.WeakSet()
 """The MoELayers of this process."""
 
 
-def spread_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Returns the parameters of a layer's experts that belong to this rank's experts alone, by their names in
-    `layer.experts`. In a custom module these are all parameters, in GroupedExperts those with a part for
+class Shares(NamedTuple):
+    """The parameters of a layer's experts, by their names in `layer.experts`."""
+
+    spread: dict[str, nn.Parameter]
+    """Those of this rank's experts alone: in a custom module all, in GroupedExperts those with a part for
     each expert, and marked parameters."""
-    return {name: each for name, each in layer.experts.named_parameters() if _is_spread(layer, name, each)}
+    common: dict[str, nn.Parameter]
+    """The others, which all ranks share, such as one adapter of all experts."""
 
 
-def common_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Returns the parameters of a layer's experts that spread_parameters() leaves out, since all ranks share
-    them, such as one adapter of all experts."""
-    return {n: each for n, each in layer.experts.named_parameters() if not _is_spread(layer, n, each)}
+def shares_of(layer: Any) -> Shares:
+    """Returns the parameters of a layer's experts: those of this rank's experts alone, and the others."""
+    shares = Shares({}, {})
+    for name, parameter in layer.experts.named_parameters():
+        shares[0 if _is_spread(layer, name, parameter) else 1][name] = parameter
+    return shares
+
+
+def spread_parameters(layer: Any) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a layer's experts that belong to this rank's experts alone."""
+    return shares_of(layer).spread
 
 
 def _is_spread(layer: Any, name: str, parameter: nn.Parameter) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from moecomm.arguments import require_module, require_number
+from moecomm.arguments import require_number
 from moecomm.nn.router import TopKRouter
+from moecomm.train.model_parts import ModelParts
 from moecomm.train.replicas import model_group
 from moecomm.types import AnyGroup
 
@@ -33,24 +35,33 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
     if rate is not None:
         bound = "None or a finite number of at least 0"
         rate = require_number("rate", rate, lambda number: 0 <= number < math.inf, bound)
-    require_module(model)
-    every = [m for m in model.modules() if isinstance(m, TopKRouter)]
+    parts = ModelParts(model)
+    every = [m for m in parts.modules if isinstance(m, TopKRouter) and m.load_E is not None]
+    # Routers whose biases change alike are changed together, as each operation costs the host time.
+    alike: dict[tuple[Any, ...], list[TopKRouter]] = {}
     for router in every:
-        if router.expert_bias_E is None and router.load_E is not None:
-            router.load_E.zero_()
-    routers = [router for router in every if router.expert_bias_E is not None]
-    loads = [router.load_E for router in routers if router.load_E is not None]
-    if not loads:
-        return
-    flat = torch.cat(loads)
-    if dist.is_initialized():
-        dist.all_reduce(flat, group=model_group(model, group))
-    for router, load_E in zip(routers, torch.split(flat, [load.numel() for load in loads]), strict=True):
-        assert router.expert_bias_E is not None
-        assert router.load_E is not None
-        above_E = load_E.sum() - load_E * load_E.numel()
-        step_E = above_E.sign().to(router.expert_bias_E.dtype)
-        if router.config.bias_update == "centered":
-            step_E -= step_E.mean()
-        router.expert_bias_E += (router.config.bias_update_rate if rate is None else rate) * step_E
-        router.load_E.zero_()
+        if (bias_E := router.expert_bias_E) is not None:
+            own_rate = router.config.bias_update_rate if rate is None else rate
+            key = (bias_E.numel(), bias_E.dtype, bias_E.device, own_rate, router.config.bias_update)
+            alike.setdefault(key, []).append(router)
+    if alike:
+        flat = torch.cat([_load(router) for routers in alike.values() for router in routers])
+        if dist.is_initialized():
+            dist.all_reduce(flat, group=model_group(parts.layers, group))
+        sizes = [experts * len(routers) for (experts, *_), routers in alike.items()]
+        for (key, routers), loads in zip(alike.items(), flat.split(sizes), strict=True):
+            experts, dtype, _, own_rate, update = key
+            load_RE = loads.view(-1, experts)
+            above_RE = load_RE.sum(1, keepdim=True) - load_RE * experts
+            step_RE = above_RE.sign().to(dtype)
+            if update == "centered":
+                step_RE -= step_RE.mean(1, keepdim=True)
+            biases = [bias_E for router in routers if (bias_E := router.expert_bias_E) is not None]
+            torch._foreach_add_(biases, list((own_rate * step_RE).unbind()))
+    if every:
+        torch._foreach_zero_([_load(router) for router in every])
+
+
+def _load(router: TopKRouter) -> Tensor:
+    assert router.load_E is not None
+    return router.load_E

@@ -22,8 +22,9 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.records import grouped_in
 from moecomm.train.gradients import ep_group_of
+from moecomm.train.model_parts import ModelParts
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
-from moecomm.train.replicas import expert_owners, replicas_of_shards
+from moecomm.train.replicas import replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
 
 Place = DeviceMesh | Callable[[Tensor], Tensor]
@@ -219,10 +220,11 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
     the parameter; for experts split over ETP ranks a function."""
     if not dist.is_initialized():
         return {}
-    owners = expert_owners(model)
+    parts = ModelParts(model)
+    owners = parts.owners
     meshes: dict[tuple[Any, Any], DeviceMesh] = {}
     places: dict[Any, Place] = {}
-    for layer in layers_of(model):
+    for layer in parts.layers:
         if layer.folding is not None and layer.folding.etp > 1:
             ep_group_of(layer, ep_group)
             splits = splits_of(layer.config.activation)

@@ -31,10 +31,9 @@ from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import spread_parameters
 from moecomm.train.drift import watch_drift
-from moecomm.train.gradients import refuse_shared_with_experts
+from moecomm.train.model_parts import ModelParts
 from moecomm.train.replicas import (
     Replicas,
-    expert_owners,
     find_replicas,
     model_group,
     ranks_of,
@@ -63,8 +62,9 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     All ranks call it together. Raises InvalidArgument, on all ranks, for a group that lacks ranks of a
     layer's communicator, a model sharded by fully_shard, main_grad, and experts marked outside of MoELayers.
     """
-    group = model_group(model, group)
-    owners, replicas = expert_owners(model), find_replicas(model, group)
+    parts = ModelParts(model)
+    group = model_group(parts.layers, group)
+    owners, replicas = parts.owners, find_replicas(parts.layers, group)
     spread = {parameter: layer for parameter, layer in owners.items() if layer is not None}
     if len(spread) < len(owners):
         raise InvalidArgument(
@@ -72,10 +72,10 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             "hold it. Use sync_gradients without DistributedDataParallel"
         )
     _refuse_main_grad(model, "DistributedDataParallel")
-    refuse_shared_with_experts(model)
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    parts.refuse_shared_with_experts()
+    if any(isinstance(parameter, DTensor) for parameter in parts.named.values()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
-    require_equal(model, group)
+    require_equal(parts, group)
     # If two modules share an expert, its weights have a name in each.
     named = model.named_parameters(remove_duplicate=False)
     ignored = {name for name, parameter in named if parameter in owners}
@@ -92,7 +92,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
         with _trainable(parameter):
             parameter.register_hook(_Division(layer.comm.size))
             parameter.register_post_accumulate_grad_hook(average)
-    watch_drift(layers_of(model))
+    watch_drift(parts.layers)
     return model
 
 
@@ -124,18 +124,19 @@ def fully_shard_experts(
     rank. Raises InvalidArgument, on all ranks, for a mesh of other ranks, main_grad, and a parameter that
     experts share with another part of the model or with the experts of all ranks.
     """
-    refuse_shared_with_experts(model)
+    parts = ModelParts(model)
+    parts.refuse_shared_with_experts()
     _refuse_main_grad(model, "fully_shard")
-    refuse_common(model)
+    refuse_common(parts)
     if (policy := options.get("mp_policy")) is not None:
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)
-    group = model_group(model, group)
-    everyone, replicas = group or dist.group.WORLD, find_replicas(model, group)
+    group = model_group(parts.layers, group)
+    everyone, replicas = group or dist.group.WORLD, find_replicas(parts.layers, group)
     assert everyone is not None
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     of_router: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     of_router |= {n: options[n] for n in ("reshard_after_forward", "offload_policy") if n in options}
-    for layer in layers_of(model):
+    for layer in parts.layers:
         experts, comm = layer.experts, layer.comm
         held = replicas[comm].ranks
         if over not in (None, held):
@@ -336,7 +337,8 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
         return
     if name != "module" or not isinstance(wrapper, DistributedDataParallel) or model is None:
         return
-    owners, ranks = expert_owners(model), ranks_of(wrapper.process_group)
+    parts, ranks = ModelParts(model), ranks_of(wrapper.process_group)
+    owners = parts.owners
     ignored: set[str] = wrapper.parameters_to_ignore
     if len(ranks) == 1:
         return
@@ -356,7 +358,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
                 f"{average.ranks}: pass prepare_ddp the same group"
             )
         average.wrapper = weakref.ref(wrapper)
-    hooks = _Hooks([layer for layer in layers_of(model) if layer.comm.size > 1])
+    hooks = _Hooks(parts.spread_layers)
     wrapper.register_forward_pre_hook(hooks.before_forward)
     wrapper.register_forward_hook(hooks.after_forward)
     for path, _ in model.named_buffers():

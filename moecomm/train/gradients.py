@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,10 @@ from moecomm.errors import InvalidArgument, MismatchedArguments, Unsupported
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, ranks_of_shards
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel import ParallelFolding
-from moecomm.parallel.spread import spread_parameters
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.drift import bits_of, router_weight
-from moecomm.train.replicas import (
-    Replicas,
-    expert_owners,
-    find_replicas,
-    model_group,
-    ranks_of,
-    require_equal,
-)
+from moecomm.train.model_parts import ModelParts, local
+from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal
 from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
@@ -71,26 +64,25 @@ def sync_gradients(
     (`backward_weights`), and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A
     sparse gradient raises Unsupported, and InvalidArgument on ranks that have none.
     """
-    owners: dict[nn.Parameter, MoELayer | None] = {}
+    parts = ModelParts(model)
 
     def check() -> list[str]:
-        _require_gradients(model)
-        _refuse_sparse(model)
-        owners.update(expert_owners(model))
+        _require_gradients(parts)
+        _refuse_sparse(parts)
+        owners = parts.owners
         if dist.is_initialized():
-            _refuse_ddp(model, owners)
-        experts = {each for layer in layers_of(model) for each in spread_parameters(layer).values()}
+            _refuse_ddp(parts)
+        experts = {each for layer in parts.layers for each in parts.shares_of(layer).spread.values()}
         experts |= owners.keys()
-        return [_words(name, each) for name, each in model.named_parameters() if each not in experts]
+        return [_words(name, each) for name, each in parts.named.items() if each not in experts]
 
     if not dist.is_initialized():
         check()
-        mark_synchronized(model)
+        _mark_synchronized(parts.layers)
         return
-    group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
-    device = _device_of(model)
+    group, expert_group = model_group(parts.layers, group, folding), as_group(expert_group, "expert_group")
     about = "ranks average different parameters"
-    if not agree(group, device, about, check, lambda: _bits_of_router(model)):
+    if not agree(group, parts.device, about, check, lambda: _bits_of_router(parts.layers)):
         raise MismatchedArguments(
             "a router's weights differ between ranks, and so will other parameters that all ranks share: "
             "these must start the same (torch.manual_seed alike, or load one state) and change by the same. "
@@ -98,10 +90,10 @@ def sync_gradients(
             "ShardedGradScaler (torch.distributed.fsdp.sharded_grad_scaler), not GradScaler; leave a step "
             "out on all ranks or none"
         )
-    replicas = find_replicas(model, group)
-    require_equal(model, group)
-    size, ranks = dist.get_world_size(group), ranks_of(group)
-    _require_same_experts(model, group, device, replicas)
+    replicas = find_replicas(parts.layers, group)
+    require_equal(parts, group)
+    owners, size, ranks = parts.owners, dist.get_world_size(group), ranks_of(group)
+    _require_same_experts(parts, group, replicas)
     given = None if expert_group is None else ranks_of(expert_group)
     for found in replicas.values():
         if given not in (None, found.ranks):
@@ -110,11 +102,11 @@ def sync_gradients(
                 "leave it out, the layers know"
             )
     sums: dict[Group | None, list[Tensor]] = {}
-    folding = next((layer.folding for layer in layers_of(model) if layer.folding is not None), folding)
+    folding = next((layer.folding for layer in parts.layers if layer.folding is not None), folding)
     tensor_parallel = folding is not None and folding.tp > 1
-    for parameter in _trained(model):
+    for parameter in parts.trained:
         if folding is not None and isinstance(parameter, DTensor) and _is_tensor_parallel(parameter, folding):
-            sums.setdefault(folding.group("dp-cp"), []).append(_local(_placed_gradient(parameter)))
+            sums.setdefault(folding.group("dp-cp"), []).append(local(_placed_gradient(parameter)))
             continue
         if isinstance(parameter, DTensor):
             if parameter not in owners and ranks_of_shards(parameter) != tuple(sorted(ranks)):
@@ -137,16 +129,21 @@ def sync_gradients(
         sums.setdefault(over, []).append(_gradient(parameter))
     for over, gradients in sums.items():
         if over is not None and dist.get_world_size(over) > 1:
-            _all_reduce(gradients, over)
-        for gradient in gradients:
-            gradient.div_(size)
-    mark_synchronized(model)
+            _all_reduce(gradients, over, size)
+        else:
+            for alike in _alike(gradients):
+                torch._foreach_div_(alike, size)
+    _mark_synchronized(parts.layers)
 
 
 def mark_synchronized(model: nn.Module) -> None:
     """Declares that your own code has averaged the gradients of `model` since the last backward, as
     `sync_gradients` does. Otherwise an optimizer's step on spread experts raises InvalidArgument."""
-    for layer in layers_of(model):
+    _mark_synchronized(layers_of(model))
+
+
+def _mark_synchronized(layers: Sequence[MoELayer]) -> None:
+    for layer in layers:
         layer._unsynchronized = False
 
 
@@ -184,16 +181,17 @@ def clip_grad_norm(
     """
     pp_group, norm_type = as_group(pp_group, "pp_group"), _order(norm_type)
     require_number("max_norm", max_norm, lambda number: number >= 0, "at least 0")
-    staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
+    parts = ModelParts(model)
+    staged = [layer for layer in parts.layers if layer.folding is not None and layer.folding.pp > 1]
     if staged and pp_group is None:
         raise InvalidArgument(
             "pp_group is None, must be the ranks of this rank's pipeline, folding.group('pp'), for a norm "
             "over all stages"
         )
-    trained, parts = _trained(model), [_zero(model)]
-    for groups, powers in _powers(model, ep_group, norm_type).items():
-        parts.append(_all_ranks(_sum(list(powers.values()), norm_type), groups, norm_type))
-    total = _sum(parts, norm_type)
+    powers = [parts.zero.unsqueeze(0)]
+    for groups, (_, own) in _powers(parts, ep_group, norm_type).items():
+        powers.append(_all_ranks(_sum(own, norm_type), groups, norm_type).unsqueeze(0))
+    total = _sum(torch.cat(powers), norm_type)
     if pp_group is not None:
         total = _all_ranks(total, (pp_group,), norm_type)
     norm = total if norm_type == math.inf else total.pow(1 / norm_type)
@@ -203,11 +201,16 @@ def clip_grad_norm(
             "error_if_nonfinite: leave this step out, on all ranks; nothing was scaled"
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    narrow = scale.float()
-    for local in [_local(each) for each in map(_found_gradient, trained) if each is not None]:
-        # GPUs cast a 0-d scale to float16, whose least number is 6e-8, but not a scale with dimensions.
-        short = local.dtype is torch.float16 and local.layout is torch.strided
-        local.mul_((narrow.view([1] * local.dim()) if short else scale).to(local.device))
+    trained = parts.trained
+    gradients = [local(each) for each in map(_found_gradient, trained) if each is not None]
+    for alike in _alike(gradients):
+        first, factor = alike[0], scale.to(alike[0].device)
+        if first.dtype is torch.float16 and first.layout is torch.strided:
+            # GPUs cast a 0-d scale to float16, whose least number is 6e-8, but not a scale with dimensions.
+            for gradient in alike:
+                gradient.mul_(factor.float().view([1] * gradient.dim()))
+        else:
+            torch._foreach_mul_(alike, factor.to(first.dtype) if first.is_cuda else factor)
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
 
 
@@ -221,20 +224,20 @@ def grad_norms(
     Every rank calls it at a point where `clip_grad_norm` may be called; arguments and errors are explained
     there. Ranks exchange names at each call.
     """
-    norm_type = _order(norm_type)
+    norm_type, parts = _order(norm_type), ModelParts(model)
     found: dict[str, Tensor] = {}
-    for groups, powers in _powers(model, ep_group, norm_type).items():
-        names = list(powers)
+    for groups, (own, powers) in _powers(parts, ep_group, norm_type).items():
+        names = own
         for over in groups:  # ranks may have other names: only part 0 of split experts has b_out
             told: list[Any] = [None] * dist.get_world_size(over)
             dist.all_gather_object(told, names, group=over)
             names = list(dict.fromkeys(name for each in told for name in each))
-        zero = _zero(model)
-        values = torch.stack([powers.get(name, zero) for name in names])
+        by_name = dict(zip(own, powers.unbind(), strict=True))
+        values = torch.stack([by_name.get(name, parts.zero) for name in names])
         values = _all_ranks(values, groups, norm_type)
         norms = values if norm_type == math.inf else values.pow(1 / norm_type)
         found |= dict(zip(names, norms.unbind(), strict=True))
-    return {name: found[name] for name, each in model.named_parameters() if each.requires_grad}
+    return {name: found[name] for name, each in parts.named.items() if each.requires_grad}
 
 
 def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
@@ -257,43 +260,65 @@ def _order(norm_type: Any) -> float:
 
 
 def _powers(
-    model: nn.Module, ep_group: AnyGroup | None, order: float
-) -> dict[tuple[Group, ...], dict[str, Tensor]]:
-    """Returns this rank's float64 sum of |gradient|^order (order inf: the largest |gradient|) by parameter
-    name. The outer keys are the groups over which these sums must still be reduced. Frozen parameters count
-    as zero: ranks may have frozen different experts, and must reduce the same names."""
-    _require_gradients(model)
-    owners, ep_group = expert_owners(model), as_group(ep_group, "ep_group")
-    _require_dense_ranks(model, [each for each in _trained(model) if each not in owners])
-    zero = _zero(model)
-    powers: dict[tuple[Group, ...], dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
+    parts: ModelParts, ep_group: AnyGroup | None, order: float
+) -> dict[tuple[Group, ...], tuple[list[str], Tensor]]:
+    """Returns this rank's sums of |gradient|^order (order inf: the largest |gradient|), one for each
+    parameter, as names and a float64 tensor (N,). The keys are the groups over which these sums must still be
+    reduced. Frozen parameters count as zero: ranks may have frozen different experts, and must reduce the
+    same names."""
+    _require_gradients(parts)
+    owners, ep_group = parts.owners, as_group(ep_group, "ep_group")
+    _require_dense_ranks(parts, [each for each in parts.trained if each not in owners])
+    names: dict[tuple[Group, ...], list[str]] = {}
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in parts.named.items():
         groups: tuple[Group, ...] = ()
         if isinstance(parameter, DTensor):
             # FSDP2 wraps a tensor-parallel placement in a kind of shard whose is_shard() is False.
-            parts = [n for n, place in enumerate(parameter.placements) if not place.is_replicate()]
-            groups = tuple(parameter.device_mesh.get_group(number) for number in parts)
+            dims = [n for n, place in enumerate(parameter.placements) if not place.is_replicate()]
+            groups = tuple(parameter.device_mesh.get_group(number) for number in dims)
         if parameter in owners and dist.is_initialized():
             over = ep_group_of(owners[parameter], ep_group)
             assert over is not None
             groups = (*groups, over)
-        value, gradient = zero, _found_gradient(parameter) if parameter.requires_grad else None
-        if gradient is not None and _local(gradient).numel():
-            # On a CPU torch adds one number after another: in float32 the norm would depend on the sharding.
-            own = _local(gradient)
+        names.setdefault(groups, []).append(name)
+        gradient = _found_gradient(parameter) if parameter.requires_grad else None
+        if gradient is not None and (own := local(gradient)).numel():
             # DDP allows sparse gradients. Made dense, they have a norm with the bits of a dense gradient's.
             own = own if own.layout is torch.strided else own.to_dense()
-            own = torch.view_as_real(own) if own.is_complex() else own
-            on_cpu = own.device.type == "cpu"
-            dtype = torch.float64 if on_cpu else torch.promote_types(own.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(own, order, dtype=dtype).to(zero)
-            value = norm if order == math.inf else norm.pow(order)
-        powers.setdefault(groups, {})[name] = value
-    return powers
+            gradients[name] = torch.view_as_real(own) if own.is_complex() else own
+    norms = _norms(gradients, order)
+    zero = parts.zero
+    found = {}
+    for groups, of_group in names.items():
+        values = torch.stack([norms[name].to(zero.device) if name in norms else zero for name in of_group])
+        found[groups] = of_group, values if order == math.inf else values.pow_(order)
+    return found
 
 
-def _sum(powers: list[Tensor], order: float) -> Tensor:
-    return torch.stack(powers).amax(0) if order == math.inf else torch.stack(powers).sum(0)
+def _norms(gradients: Mapping[str, Tensor], order: float) -> dict[str, Tensor]:
+    """Returns the norms of gradients with elements, 0-d float64, by name."""
+    norms: dict[str, Tensor] = {}
+    names = {id(gradient): name for name, gradient in gradients.items()}
+    for alike in _alike(gradients.values()):
+        # On a CPU torch adds one number after another: in float32 the norm would depend on the sharding.
+        sums = torch.promote_types(alike[0].dtype, torch.float32) if alike[0].is_cuda else torch.float64
+        found = torch.stack(torch._foreach_norm(alike, order, dtype=sums)).to(torch.float64)
+        norms |= zip([names[id(each)] for each in alike], found.unbind(), strict=True)
+    return norms
+
+
+def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Returns the tensors in lists of one type, layout, dtype and device. torch's functions of a whole list
+    take the host little longer than those of one tensor."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((type(tensor), tensor.layout, tensor.dtype, tensor.device), []).append(tensor)
+    return list(found.values())
+
+
+def _sum(powers: Tensor, order: float) -> Tensor:
+    return powers.amax(0) if order == math.inf else powers.sum(0)
 
 
 def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
@@ -309,9 +334,9 @@ def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
     return powers
 
 
-def _bits_of_router(model: nn.Module) -> Tensor | None:
+def _bits_of_router(layers: Sequence[MoELayer]) -> Tensor | None:
     """Returns a checksum of the first `router_weight`, which stands for all parameters that ranks share."""
-    weights = (router_weight(layer) for layer in layers_of(model))
+    weights = (router_weight(layer) for layer in layers)
     return next((bits_of(weight) for weight in weights if weight is not None), None)
 
 
@@ -322,62 +347,37 @@ def _words(name: str, parameter: nn.Parameter) -> str:
 
 
 def _require_same_experts(
-    model: nn.Module, group: Group | None, device: torch.device, replicas: Mapping[Communicator, Replicas]
+    parts: ModelParts, group: Group | None, replicas: Mapping[Communicator, Replicas]
 ) -> None:
     """Raises MismatchedArguments, on all ranks of `group`, if ranks that hold the same experts of a layer
     train different parameters of them."""
-    layers = [layer for layer in layers_of(model) if len(replicas[layer.comm].blocks) > 1]
+    layers = [layer for layer in parts.layers if len(replicas[layer.comm].blocks) > 1]
     if layers:
-        words = [[_words(*each) for each in spread_parameters(layer).items()] for layer in layers]
+        words = [[_words(*each) for each in parts.shares_of(layer).spread.items()] for layer in layers]
         about = "ranks that hold the same experts average different parameters of these"
-        agree_by_holders(group, device, about, [layer.comm.rank for layer in layers], words)
+        agree_by_holders(group, parts.device, about, [layer.comm.rank for layer in layers], words)
 
 
-def _require_gradients(model: nn.Module) -> None:
+def _require_gradients(parts: ModelParts) -> None:
     """Refuses deferred gradients, and parameters used in experts and elsewhere. Copies expanded gradients."""
-    if any(layer.has_pending_weights for layer in layers_of(model)):
+    if any(layer.has_pending_weights for layer in parts.layers):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
-    refuse_shared_with_experts(model)
-    for each in model.parameters():  # a grad set by hand may be expanded, and nothing can write to it
+    parts.refuse_shared_with_experts()
+    for each in parts.named.values():  # a grad set by hand may be expanded, and nothing can write to it
         if each.grad is not None and each.grad.layout is torch.strided and 0 in each.grad.stride():
             each.grad = each.grad.clone(memory_format=torch.contiguous_format)
 
 
-def _refuse_sparse(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
+def _refuse_sparse(parts: ModelParts) -> None:
+    for name, parameter in parts.named.items():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise Unsupported(
                 f"the gradient of {name} is sparse ({parameter.grad.layout}), must be dense for "
                 "sync_gradients: build its module with sparse=False"
             )
-
-
-def refuse_shared_with_experts(model: nn.Module) -> None:
-    """Raises InvalidArgument if a parameter of experts that are spread over ranks is used outside them too:
-    its gradient would need averages over different ranks. The experts module itself may have two names."""
-    spread = {layer.experts: layer for layer in layers_of(model) if layer.comm.size > 1}
-    if not spread:
-        return
-    every = model.named_modules(remove_duplicate=False)
-    paths = [(f"{path}.", spread[module]) for path, module in every if module in spread]
-    within = tuple(path for path, _ in paths)
-    named = model.named_parameters(remove_duplicate=False)
-    outside = {parameter: name for name, parameter in named if not name.startswith(within)}
-    for path, layer in paths:
-        for name, parameter in spread_parameters(layer).items():
-            if parameter in outside:
-                raise InvalidArgument(
-                    f"{path}{name} is the same parameter as {outside[parameter]}: one of experts, which "
-                    "other ranks do not have, must be in no other part of the model. Give each a parameter "
-                    "of its own"
-                )
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def ep_group_of(layer: MoELayer | None, given: Group | None) -> Group | None:
@@ -394,9 +394,9 @@ def ep_group_of(layer: MoELayer | None, given: Group | None) -> Group | None:
     return own
 
 
-def _refuse_ddp(model: nn.Module, owners: dict[nn.Parameter, MoELayer | None]) -> None:
-    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    if wrapped or any(hasattr(parameter, AVERAGED_BY_DDP) for parameter in owners):
+def _refuse_ddp(parts: ModelParts) -> None:
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in parts.modules)
+    if wrapped or any(hasattr(parameter, AVERAGED_BY_DDP) for parameter in parts.owners):
         raise InvalidArgument(
             "model is under DistributedDataParallel, whose backward averages gradients: sync_gradients would "
             "divide them once more. Leave the call out"
@@ -430,12 +430,12 @@ def _sharded_over_too_few(parameter: DTensor, needed: str) -> InvalidArgument:
     )
 
 
-def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> None:
+def _require_dense_ranks(parts: ModelParts, dense: Sequence[nn.Parameter]) -> None:
     """Raises InvalidArgument unless each sharded dense parameter is sharded over all ranks of every layer's
     communicator and their replicas. Does nothing without FSDP2; ignores layers with a folding."""
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not any(isinstance(module, FSDPModule) for module in parts.modules):
         return
-    layers = [layer for layer in layers_of(model) if layer.folding is None]
+    layers = [layer for layer in parts.layers if layer.folding is None]
     needed: set[int] = set()
     for layer in layers:
         needed |= {*ranks_of(layer.comm.group), *getattr(layer.experts, "sharded_over", ())}
@@ -444,19 +444,6 @@ def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> Non
         if not needed <= set(ranks_of_shards(parameter)):
             among = f"all ranks that hold the model, {sorted(needed)} among them"
             raise _sharded_over_too_few(parameter, among)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _zero(model: nn.Module) -> Tensor:
-    """Returns a float64 zero: in float64 the order in which shards are added does not affect the norm."""
-    return torch.zeros((), dtype=torch.float64, device=_device_of(model))
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((_local(each).device for each in model.parameters()), torch.device("cpu"))
 
 
 def _found_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -471,10 +458,13 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _all_reduce(gradients: list[Tensor], group: Group) -> None:
-    """Sums gradients in place over the group, in buckets: many small all-reduces cost a round trip each."""
+def _all_reduce(gradients: list[Tensor], group: Group, size: int) -> None:
+    """Sums gradients in place over the group and divides them by `size`, in buckets: many small all-reduces
+    cost a round trip each."""
     for bucket in _take_tensors(gradients, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-            gradient.copy_(total.view(gradient.shape))  # for an empty gradient torch returns another shape
+        flat.div_(size)
+        means = zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True)
+        # For an empty gradient torch returns another shape.
+        torch._foreach_copy_(bucket, [mean.view(gradient.shape) for gradient, mean in means])

@@ -23,16 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.parameters import is_expert_parameter
-from moecomm.nn.experts import GroupedExperts
-from moecomm.nn.layer import MoELayer, layers_of
+from moecomm.nn.layer import MoELayer
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import STAGE
 from moecomm.parallel.grid import Ranks
 from moecomm.parallel.meshes import new_group
 from moecomm.parallel.records import grouped_in
-from moecomm.parallel.shards import refuse_mixed_shards
-from moecomm.parallel.spread import common_parameters, spread_parameters
+from moecomm.train.model_parts import INSTEAD, ModelParts, says_common
 from moecomm.types import AnyGroup, Group, as_group
 
 
@@ -66,13 +63,13 @@ class Replicas:
 
 
 def model_group(
-    model: nn.Module, group: AnyGroup | None, folding: ParallelFolding | None = None
+    layers: Sequence[MoELayer], group: AnyGroup | None, folding: ParallelFolding | None = None
 ) -> Group | None:
-    """Returns the ranks that hold a model (None: all): the given group, or those of the pipeline stage under
-    a ParallelFolding. Raises InvalidArgument for a group that is not the stage, and for different
-    foldings."""
+    """Returns the ranks that hold the model of these layers (None: all): the given group, or those of the
+    pipeline stage under a ParallelFolding. Raises InvalidArgument for a group that is not the stage, and for
+    different foldings."""
     group = as_group(group)
-    foldings = {layer.folding for layer in layers_of(model) if layer.folding is not None}
+    foldings = {layer.folding for layer in layers if layer.folding is not None}
     if folding is not None:
         foldings.add(folding)
     if len(foldings) > 1:
@@ -91,39 +88,11 @@ def model_group(
     return group
 
 
-def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
-    """Returns the parameters that differ between ranks, each with its layer (None: only the caller has marked
-    it).
-
-    It asks the layers, since the parameters with which FSDP replaces others have no mark. It leaves out
-    experts that every rank holds, and parameters that the experts of all ranks share (`common_parameters`).
-    Raises InvalidArgument for shared parameters if experts are split over ETP ranks, and for experts that
-    fully_shard has sharded over ranks that hold other experts.
-    """
-    marked = filter(is_expert_parameter, model.parameters())
-    owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
-    for module in model.modules():
-        if isinstance(module, MoELayer) and module.comm.size > 1:
-            refuse_mixed_shards(module.experts)
-            owners |= dict.fromkeys(spread_parameters(module).values(), module)
-            common = common_parameters(module)
-            if common and module.folding is not None and module.folding.etp > 1:
-                raise InvalidArgument(
-                    f"{_says_common(module, *common.popitem())}, and cannot be with folding.etp="
-                    f"{module.folding.etp}, where ranks hold parts of experts: {_INSTEAD}"
-                )
-        elif isinstance(module, MoELayer) or (isinstance(module, GroupedExperts) and module.has_all):
-            of_all = module.experts if isinstance(module, MoELayer) else module
-            for parameter in of_all.parameters():
-                owners.pop(parameter, None)
-    return owners
-
-
-def require_equal(model: nn.Module, group: Group | None) -> None:
+def require_equal(parts: ModelParts, group: Group | None) -> None:
     """Raises InvalidArgument, on all ranks, if a parameter that the experts of all ranks share differs
     between the ranks of `group`. Each such parameter is compared once; DTensors are not compared."""
-    layers = [layer for layer in layers_of(model) if layer.comm.size > 1]
-    named = [(layer, name, each) for layer in layers for name, each in common_parameters(layer).items()]
+    layers = parts.spread_layers
+    named = [(layer, *found) for layer in layers for found in parts.shares_of(layer).common.items()]
     new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
     if not new:
         return
@@ -132,33 +101,25 @@ def require_equal(model: nn.Module, group: Group | None) -> None:
     for (layer, name, parameter), *digests in zip(new, *told, strict=True):
         if len(set(digests)) > 1:
             raise InvalidArgument(
-                f"{_says_common(layer, name, parameter)}, and has other values on some ranks: start it with "
-                f"the same on all ranks, or {_INSTEAD}"
+                f"{says_common(layer, name, parameter)}, and has other values on some ranks: start it with "
+                f"the same on all ranks, or {INSTEAD}"
             )
         setattr(parameter, _COMPARED, True)
 
 
-def refuse_common(model: nn.Module) -> None:
+def refuse_common(parts: ModelParts) -> None:
     """Raises InvalidArgument for a parameter that all ranks' experts share: FSDP2 cannot average it."""
-    for layer in layers_of(model):
-        if layer.comm.size > 1 and (common := common_parameters(layer)):
+    for layer in parts.spread_layers:
+        if common := parts.shares_of(layer).common:
+            name, parameter = list(common.items())[-1]
             raise InvalidArgument(
-                f"{_says_common(layer, *common.popitem())}, and cannot be under fully_shard_experts, which "
-                f"would average it over some ranks alone: {_INSTEAD}, or use sync_gradients or prepare_ddp"
+                f"{says_common(layer, name, parameter)}, and cannot be under fully_shard_experts, which "
+                f"would average it over some ranks alone: {INSTEAD}, or use sync_gradients or prepare_ddp"
             )
 
 
 _COMPARED = "moecomm_compared"
 """The attribute of a parameter that was found to be equal on all ranks."""
-_INSTEAD = "give each expert one of its own, in a first dimension of that size"
-
-
-def _says_common(layer: MoELayer, name: str, parameter: Tensor) -> str:
-    local = layer.experts.num_local_experts
-    return (
-        f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is not the {local} "
-        "experts of this rank: it counts as one for the experts of all ranks"
-    )
 
 
 def _digest(parameter: Tensor) -> bytes:
@@ -185,11 +146,11 @@ def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
     return blocks
 
 
-def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
-    """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts. All ranks
+def find_replicas(layers: Sequence[MoELayer], group: Group | None) -> dict[Communicator, Replicas]:
+    """Finds, for each communicator of a model's layers, the ranks that hold this rank's experts. All ranks
     of `group`, which hold the model, call it together; they exchange EP groups once for each communicator.
     Raises InvalidArgument, on all ranks, unless the EP groups divide the group equally."""
-    comms = dict.fromkeys(layer.comm for layer in layers_of(model))
+    comms = dict.fromkeys(layer.comm for layer in layers)
     ranks = ranks_of(group)
     missing = [comm for comm in comms if ranks not in _known.get(comm, {})]
     if missing:

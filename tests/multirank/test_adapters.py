@@ -32,8 +32,8 @@ from moecomm.nn import (
     sync_gradients,
 )
 from moecomm.parallel import ParallelFolding
-from moecomm.parallel.spread import common_parameters
-from moecomm.train.replicas import expert_owners
+from moecomm.parallel.spread import shares_of
+from moecomm.train.model_parts import ModelParts
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, groups_of, wrapped
@@ -150,7 +150,7 @@ def test_marks(rank: int, world: int) -> None:
         }
         assert {name for name, each in layer.named_parameters() if is_expert_parameter(each)} == of_each
         assert len(of_each) in (2, 4)
-        assert all(is_expert_parameter(p) == (p in expert_owners(layer)) for p in layer.parameters())
+        assert all(is_expert_parameter(p) == (p in ModelParts(layer).owners) for p in layer.parameters())
 
     layer = build(None)
     with layer.comm:
@@ -207,7 +207,7 @@ def test_a_common_adapter_that_is_sharded_over_all_ranks(rank: int, world_size: 
     fully_shard(layer, ignored_params=own)
     layer(torch.randn(4, CONFIG.hidden, dtype=torch.float64)).square().sum().backward()
     sync_gradients(layer)
-    common = common_parameters(layer).values()
+    common = shares_of(layer).common.values()
     assert all(each.grad is not None for each in common)
     sharded = [isinstance(each, DTensor) for each in common if each.dim() > 0]
     assert sharded == [True, True]
@@ -257,7 +257,7 @@ def test_one_adapter_of_as_many_parts_as_experts(
         layers.append(layer)
     spread, whole = layers
     with spread.comm, whole.comm:
-        assert set(common_parameters(spread)) == {
+        assert set(shares_of(spread).common) == {
             f"parametrizations.{w}.0.{n}" for w in ("w_in", "w_out") for n in "ab"
         }
         for (name, found), want in zip(spread.named_parameters(), whole.parameters(), strict=True):

@@ -14,7 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moecomm.nn import MoEConfig, MoELayer, clip_grad_norm, grad_norms, is_expert_parameter, sync_gradients
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    clip_grad_norm,
+    grad_norms,
+    is_expert_parameter,
+    sync_gradients,
+    update_expert_bias,
+)
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
@@ -105,16 +113,20 @@ def test_a_norm_that_is_not_finite(rank: int, world: int, value: float, order: f
     assert norms == [str(value)] * 2
 
 
-class _Products(TorchDispatchMode):
-    """Notes in which dtypes GPUs multiply in place: there a number on the device is cast to the other's."""
+class _Operations(TorchDispatchMode):
+    """Notes torch's operations, without views, and in which dtypes GPUs multiply in place: there a number on
+    the device is cast to the other's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dtypes: list[torch.dtype] = []
+        self.names: list[str] = []
+        self.products: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
         if func is torch.ops.aten.mul_.Tensor:
-            self.dtypes.append(torch.result_type(*args))
+            self.products.append(torch.result_type(*args))
         return func(*args, **(kwargs or {}))
 
 
@@ -122,7 +134,38 @@ class _Products(TorchDispatchMode):
 def test_a_scale_that_is_small_for_float16(rank: int, world: int) -> None:
     model = torch.nn.Linear(2, 2, bias=False, dtype=torch.float16)
     model.weight.grad = torch.full_like(model.weight, 60000)
-    with _Products() as seen:
+    with _Operations() as seen:
         clip_grad_norm(model, 1e-3)
-    assert seen.dtypes == [torch.float32]
+    assert seen.products == [torch.float32]
     assert_close(model.weight.grad, torch.full_like(model.weight, 5e-4))
+
+
+class _Model(torch.nn.ModuleList):
+    walks = 0
+
+    def named_modules(self, *args: Any, **options: Any) -> Any:
+        self.walks += 1
+        return super().named_modules(*args, **options)
+
+
+@on_ranks(2)
+def test_what_a_step_costs_the_host(rank: int, world: int, seed: int) -> None:
+    """The functions of a step walk over the model once, and have no operations for each parameter."""
+    torch.manual_seed(seed)
+    config = MoEConfig(**SIZES, bias=True, bias_update_rate=0.1)
+    first = MoELayer(config, max_tokens=8)
+    with first.comm:
+        found = []
+        for layers in (2, 7):
+            model = _Model(MoELayer(config, first.comm) for _ in range(layers))
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            sync_gradients(model)  # the first call also exchanges who holds which experts
+            for function in (sync_gradients, partial(clip_grad_norm, max_norm=1.0), update_expert_bias):
+                model.walks = 0
+                with _Operations() as seen:
+                    function(model)
+                assert model.walks == 1
+                found.append(seen.names)
+    assert found[:3] == found[3:]
+    assert all(found)

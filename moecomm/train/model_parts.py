@@ -1,0 +1,152 @@
+"""What functions of moecomm.train need to know of a model, found in one walk over its modules."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecomm.arguments import require_module
+from moecomm.errors import InvalidArgument
+from moecomm.kernels.parameters import is_expert_parameter
+from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.layer import MoELayer
+from moecomm.parallel.shards import refuse_mixed_shards
+from moecomm.parallel.spread import Shares, shares_of
+
+
+class ModelParts:
+    """A model's modules, layers and parameters as they are at one moment. Each walk over a model of 48 layers
+    takes the host milliseconds, so a call makes one and hands it on. Raises InvalidArgument if `model` is no
+    nn.Module.
+
+    Attributes:
+        modules: all modules, each once.
+        layers: the MoELayers among them.
+        named: all parameters by name, each once, as `model.named_parameters()` yields them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        require_module(model)
+        self.model = model
+        self.modules: list[nn.Module] = []
+        self.named: dict[str, nn.Parameter] = {}
+        self._shares: dict[MoELayer, Shares] = {}
+        seen: set[nn.Parameter] = set()
+        for prefix, module in model.named_modules():  # marks the experts' parameters
+            self.modules.append(module)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter not in seen:
+                    seen.add(parameter)
+                    self.named[f"{prefix}.{name}" if prefix else name] = parameter
+        self.layers = [module for module in self.modules if isinstance(module, MoELayer)]
+
+    @property
+    def spread_layers(self) -> list[MoELayer]:
+        """The layers whose experts are spread over several ranks."""
+        return [layer for layer in self.layers if layer.comm.size > 1]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter; the CPU for a model without any."""
+        return next((local(each).device for each in self.named.values()), torch.device("cpu"))
+
+    @functools.cached_property
+    def zero(self) -> Tensor:
+        """A float64 zero on `device`. In float64 the order in which shards are added does not affect a
+        norm."""
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are not frozen."""
+        return [parameter for parameter in self.named.values() if parameter.requires_grad]
+
+    def shares_of(self, layer: MoELayer) -> Shares:
+        """Returns `moecomm.parallel.spread.shares_of(layer)`."""
+        if layer not in self._shares:
+            self._shares[layer] = shares_of(layer)
+        return self._shares[layer]
+
+    @functools.cached_property
+    def owners(self) -> dict[nn.Parameter, MoELayer | None]:
+        """The parameters that differ between ranks, each with its layer (None: only the caller has marked
+        it).
+
+        They are asked of the layers, since the parameters with which FSDP replaces others have no mark.
+        Experts that every rank holds are left out, and parameters that the experts of all ranks share.
+        Raises InvalidArgument for such a parameter if experts are split over ETP ranks, and for experts that
+        fully_shard has sharded over ranks that hold other experts.
+        """
+        marked = filter(is_expert_parameter, self.named.values())
+        owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
+        for module in self.modules:
+            if isinstance(module, MoELayer) and module.comm.size > 1:
+                refuse_mixed_shards(module.experts)
+                spread, common = self.shares_of(module)
+                owners |= dict.fromkeys(spread.values(), module)
+                if common and module.folding is not None and module.folding.etp > 1:
+                    raise InvalidArgument(
+                        f"{says_common(module, *list(common.items())[-1])}, and cannot be with "
+                        f"folding.etp={module.folding.etp}, where ranks hold parts of experts: {INSTEAD}"
+                    )
+            elif isinstance(module, MoELayer) or (isinstance(module, GroupedExperts) and module.has_all):
+                of_all = module.experts if isinstance(module, MoELayer) else module
+                for parameter in of_all.parameters():
+                    owners.pop(parameter, None)
+        return owners
+
+    def refuse_shared_with_experts(self) -> None:
+        """Raises InvalidArgument if a parameter of experts that are spread over ranks is used outside them
+        too: its gradient would need averages over different ranks. The experts module itself may have two
+        names."""
+        layers = self.spread_layers
+        if not layers or not self._may_share_with_experts(layers):
+            return
+        spread = {layer.experts: layer for layer in layers}
+        every = self.model.named_modules(remove_duplicate=False)
+        paths = [(f"{path}.", spread[module]) for path, module in every if module in spread]
+        within = tuple(path for path, _ in paths)
+        named = self.model.named_parameters(remove_duplicate=False)
+        outside = {parameter: name for name, parameter in named if not name.startswith(within)}
+        for path, layer in paths:
+            for name, parameter in self.shares_of(layer).spread.items():
+                if parameter in outside:
+                    raise InvalidArgument(
+                        f"{path}{name} is the same parameter as {outside[parameter]}: one of experts, which "
+                        "other ranks do not have, must be in no other part of the model. Give each a "
+                        "parameter of its own"
+                    )
+
+    def _may_share_with_experts(self, layers: list[MoELayer]) -> bool:
+        """Returns whether a module outside of experts has one of their parameters or modules."""
+        roots = {layer.experts for layer in layers}
+        inside = {module for root in roots for module in root.modules()}
+        own = {each for layer in layers for each in self.shares_of(layer).spread.values()}
+        for module in self.modules:
+            if module in inside:
+                continue
+            if any(each in own for each in module._parameters.values() if each is not None):
+                return True
+            if any(each in inside and each not in roots for each in module._modules.values()):
+                return True
+        return False
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+INSTEAD = "give each expert one of its own, in a first dimension of that size"
+
+
+def says_common(layer: MoELayer, name: str, parameter: Tensor) -> str:
+    """Returns the beginning of an error about a parameter that the experts of all ranks share."""
+    local = layer.experts.num_local_experts
+    return (
+        f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is not the {local} "
+        "experts of this rank: it counts as one for the experts of all ranks"
+    )
