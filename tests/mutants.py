@@ -252,12 +252,12 @@ MUTANTS = read("""
 + return torch.ones_like(scale)
 @ moecomm/train/balance.py: LAYER
 = biases move away from balance
-- step_E = above_E.sign()
-+ step_E = -above_E.sign()
+- step_RE = above_RE.sign()
++ step_RE = -above_RE.sign()
 @ moecomm/train/gradients.py: LAYER
 = gradients of experts are not averaged
--             gradient.div_(size)
-+             gradient.div_(size if over is None or over is dist.group.WORLD else 1)
+-                 torch._foreach_div_(alike, size)
++                 torch._foreach_div_(alike, size if over is dist.group.WORLD else 1)
 @ moecomm/kernels/grouped_mm.py: LAYER
 = groups of rows begin at the first row
 - list(zip([0, *ends[:-1]], ends, strict=True))
