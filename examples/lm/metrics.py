@@ -96,6 +96,14 @@ def last_load(model: torch.nn.Module) -> Tensor:
     return torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)])
 
 
+def on_host(loss: Tensor, norm: Tensor, load_AE: Tensor) -> tuple[float, float, Tensor]:
+    """Returns a step's loss, norm and load in host memory. The host waits for the device once, and before the
+    optimizer's step is issued: so that one runs while the host reduces these numbers over the ranks."""
+    found = [each.detach().to(norm.device, torch.float64).flatten() for each in (loss, norm, load_AE)]
+    numbers = torch.cat(found).cpu()
+    return numbers[0].item(), numbers[1].item(), numbers[2:].view(load_AE.shape).long()
+
+
 def forget_load(model: torch.nn.Module) -> None:
     """Drops what routers have counted for `update_expert_bias`, in a step that is skipped."""
     for layer in moe_layers(model):
@@ -135,10 +143,9 @@ def reduce_step(
 ) -> StepTotals:
     """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly.
 
-    `travelled`: the result of `travel_seconds`, or None if the step was not measured. `stats`: those of the
-    communicator, whose ranks are `members` among all ranks.
+    `load_AE`: in host memory. `travelled`: the result of `travel_seconds`, or None if the step was not
+    measured. `stats`: those of the communicator, whose ranks are `members` among all ranks.
     """
-    load_AE = load_AE.cpu()
     comm_seconds, exposed = travelled or (stats["dispatch_seconds"] + stats["combine_seconds"], math.nan)
     numbers = [loss, seconds, comm_seconds, stats["wait_seconds"], exposed, float(stop)]
     world = dist.get_world_size()

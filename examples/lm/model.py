@@ -49,6 +49,15 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x_BSH)) * self.up(x_BSH))
 
 
+class PreNorm(nn.RMSNorm):
+    """RMSNorm before a part of a block. Within autocast the result is cast once, to the dtype in which the
+    part's products compute, and not once by each of them."""
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        h_BSH, device = super().forward(x_BSH), x_BSH.device.type
+        return h_BSH.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else h_BSH
+
+
 Run = Callable[..., Tensor]
 
 
@@ -68,9 +77,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, ffn: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = PreNorm(config.dim, eps=config.norm_eps)
         self.attention = make_attention(config.attention, layer)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = PreNorm(config.dim, eps=config.norm_eps)
         self.ffn = ffn
         self.runs: dict[str, Run] = dict.fromkeys(("all", "attention", "moe"), run_plainly)
         self.drops_attention_norm = self.drops_ffn_norm = False

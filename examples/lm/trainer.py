@@ -32,6 +32,7 @@ from lm.metrics import (
     last_load,
     measure_layers,
     moe_layers,
+    on_host,
     reduce_step,
     travel_seconds,
 )
@@ -197,13 +198,16 @@ class Trainer:
             batch=options.batch,
             seq=options.seq,
             part=slice(first, first + self.local_batch),
-        ).to(self.ranks.device)
+        )
+        if self.ranks.device.type == "cuda":  # from pinned memory, for whose copy the host does not wait
+            tokens_BS = tokens_BS.pin_memory().to(self.ranks.device, non_blocking=True)
         with self.sharding.step() if self.sharding else nullcontext():
-            loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
+            loss_now, load_AE, travelled = self._accumulate(tokens_BS, measured)
         backward_weights(self.model)  # the weight gradients that --delay-wgrad has put off
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
-        norm = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group).item()
+        norm_now = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group)
+        loss, norm, load_AE = on_host(loss_now, norm_now, load_AE)
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         rate = learning_rate(step, options)
         for group in self.optimizer.param_groups:
@@ -216,7 +220,7 @@ class Trainer:
         self.optimizer.zero_grad()
         totals = reduce_step(
             load_AE,
-            loss=loss.item() * self.ranks.folding.pp,  # only the last of so many stages has a loss
+            loss=loss * self.ranks.folding.pp,  # only the last of so many stages has a loss
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
             members=[0] if self.comm.group is None else dist.get_process_group_ranks(self.comm.group),
