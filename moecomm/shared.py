@@ -174,5 +174,6 @@ class LayerCommunicators:
         if found is None:
             most = max(tokens or x_TH.shape[0], every)
             found = self._found[shape] = shared_communicator(self._group, Shape(*shape), most)
-        found.require(every)
+        if every:
+            found.require(every)
         return found

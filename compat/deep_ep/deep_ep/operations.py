@@ -32,11 +32,11 @@ class PlanHandle:
         not copied. Does not keep the rows."""
         assert out.plan_views is not None
         self.handle, self.view, self._ids_TK = out.handle, out.plan_views, ids_TK
-        self._version = _version(ids_TK)
+        self._version = 0 if ids_TK.is_inference() else ids_TK._version
 
     def is_of(self, ids_TK: Tensor) -> bool:
         """Returns whether these are the ids of the dispatch, unchanged since then."""
-        return ids_TK is self._ids_TK and _version(ids_TK) == self._version
+        return ids_TK is self._ids_TK and (ids_TK.is_inference() or ids_TK._version == self._version)
 
     @property
     def ids_TK(self) -> Tensor:
@@ -48,8 +48,13 @@ class PlanHandle:
 
 def events_of(*given: Any) -> list[EventHandle]:
     """Returns the events among EventHandles, EventOverlaps and None."""
+    if given == _NONE:
+        return []
     found = [getattr(each, "event", each) for each in given if each is not None]
     return [each for each in found if each is not None]
+
+
+_NONE = (None,)
 
 
 class Operations:
@@ -113,9 +118,11 @@ class Operations:
             inputs: the tensors that it reads, or None.
             before: events after which it begins; if `apart` and there are none, after the current stream.
         """
-        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
-            with torch.no_grad():  # takes the host 2 us, so only if a gradient is required
-                return self.run(work, inputs, before, apart)
+        if torch.is_grad_enabled():
+            for each in inputs:
+                if each is not None and each.requires_grad:
+                    with torch.no_grad():  # takes the host 2 us, so only if a gradient is required
+                        return self.run(work, inputs, before, apart)
         if not inputs[0].is_cuda:
             return work(), EventOverlap(EventHandle() if apart else None)
         if not apart:
@@ -207,10 +214,6 @@ def _record(values: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
     for each in values:
         if isinstance(each, Tensor):
             each.record_stream(stream)
-
-
-def _version(ids_TK: Tensor) -> int:
-    return 0 if ids_TK.is_inference() else ids_TK._version
 
 
 def carriers(ids_TK: Tensor, comm: Communicator) -> Tensor:

@@ -35,11 +35,12 @@ class EventOverlap:
         results: what `wait` returns: the results of a call with defer_epilogue=True, else None.
     """
 
+    results: Any = None
+    hook_after_wait: Callable[[], None] | None = None
+    _release = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
-        self.results: Any = None
-        self._release = False
-        self.hook_after_wait: Callable[[], None] | None = None
 
     def wait(self, release_handle: bool = False) -> Any:
         """Calls `current_stream_wait`, and returns `results`, which the event then no longer holds."""
