@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -116,8 +117,9 @@ def fully_shard_experts(
         model: has the MoELayers.
         mesh: a mesh of the ranks that hold the same experts, in one dimension; None: derived from layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
-        routers: True: each router is also an FSDP unit, over all ranks, without your `mp_policy`, which would
-            round its weight. False: it joins its outer unit, whose `mp_policy` must have no param_dtype.
+        routers: True: routers are FSDP units too, each of up to eight, over all ranks, without your
+            `mp_policy`, which would round their weights. False: a router joins its outer unit, whose
+            `mp_policy` must have no param_dtype.
         options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
     Experts without replicas stay whole; with `mp_policy` or `offload_policy` they become DTensors over one
@@ -136,6 +138,12 @@ def fully_shard_experts(
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     of_router: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     of_router |= {n: options[n] for n in ("reshard_after_forward", "offload_policy") if n in options}
+    if routers:
+        whole = [layer for layer in parts.layers if not _has_dtensors(layer.router)]
+        for first in range(0, len(whole), _ROUTERS):
+            of_unit = whole[first : first + _ROUTERS]
+            mesh_of_all = DeviceMesh.from_group(everyone, of_unit[0].comm.device.type)
+            _shard([layer.router for layer in of_unit], mesh_of_all, **of_router)
     for layer in parts.layers:
         experts, comm = layer.experts, layer.comm
         held = replicas[comm].ranks
@@ -144,10 +152,6 @@ def fully_shard_experts(
                 f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
                 "layers know"
             )
-        sharded_before = any(isinstance(each, DTensor) for each in layer.router.parameters())
-        if routers and not sharded_before:
-            mesh_of_all = DeviceMesh.from_group(everyone, comm.device.type)
-            _shard(layer.router, mesh_of_all, **of_router)
         if isinstance(experts, FSDPModule):
             continue
         own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh
@@ -165,8 +169,18 @@ def fully_shard_experts(
             sharded.set_gradient_divide_factor = division.set  # type: ignore[method-assign]
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule:
-    sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
+_ROUTERS = 8 if hasattr(FSDPState, "_force_complete_incomplete_states") else 1
+"""Routers of one FSDP unit. A unit costs the host about as much as a block of a model. Where a forward leaves
+out some of a unit's modules, older versions of torch would use their stale weights in the next one."""
+
+
+def _has_dtensors(module: nn.Module) -> bool:
+    return any(isinstance(each, DTensor) for each in module.parameters())
+
+
+def _shard(module: Any, mesh: DeviceMesh, **options: Any) -> FSDPModule:
+    sharded: Any = fully_shard(module, mesh=mesh, **options)
+    sharded = sharded[0] if isinstance(sharded, list) else sharded
     if mesh.device_type == "cpu":
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
     return sharded

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts, sync_gradients
@@ -188,3 +189,76 @@ def test_optimizers_that_take_all_parameters_at_once(rank: int, world_size: int,
         torch.optim.AdamW(twin.values()).step()
         for name, each in model.named_parameters():
             assert_close(_local(each), twin[name])
+
+
+class _Blocks(torch.nn.Module):
+    """Ten layers, which share a communicator; `used` says which of them a forward goes through."""
+
+    def __init__(self, first: MoELayer) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(16, dtype=torch.float64) for _ in range(10))
+        self.layers = torch.nn.ModuleList(MoELayer(first.config, first.comm) for _ in self.norms)
+        self.used = range(10)
+        self.checkpoints = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.used:
+            if self.checkpoints:
+                x = checkpoint(self._block, number, x, use_reentrant=False)
+            else:
+                x = self._block(number, x)
+        return x
+
+    def _block(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers[number](self.norms[number](x))
+
+
+WAYS = {
+    "": {},
+    "weights kept": {"reshard_after_forward": False},
+    "checkpoints": {},
+    "layers left out": {},
+    "two microbatches": {},
+    "evaluated between": {},
+    "blocks in units": {},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_routers_that_share_a_unit(rank: int, world_size: int, way: str, seed: int) -> None:
+    """Three steps of many layers, whose routers are a few units, are those of the unsharded model."""
+    torch.manual_seed(seed)
+    first = MoELayer(MoEConfig(**SIZES, dtype=torch.float64), max_tokens=8)
+    with first.comm:
+        plain = _Blocks(first)
+        sharded = copy.deepcopy(plain)
+        fully_shard_experts(sharded, **WAYS[way])
+        if way == "blocks in units":
+            for norm, layer in zip(sharded.norms, sharded.layers, strict=True):
+                fully_shard([norm, layer])
+        fully_shard(sharded, **WAYS[way])
+        models = plain, sharded
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        for step in range(3):
+            for model in models:
+                model.checkpoints = way == "checkpoints"
+                model.used = [0, 2, 9] if way == "layers left out" and step == 1 else range(10)
+            parts = 2 if way == "two microbatches" else 1
+            for part in range(parts):
+                x = tokens_of(rank, 5 + rank, torch.float64, seed + 10 * step + part)[0]
+                sharded.set_requires_gradient_sync(part == parts - 1)
+                outputs = [model(x) for model in models]
+                assert torch.equal(*outputs)
+                for y in outputs:
+                    (y.square().mean() / parts).backward()
+            sync_gradients(plain)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                if way == "evaluated between":
+                    with torch.no_grad():
+                        model.used = range(4)
+                        model(x)
+            for (name, ours), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+                assert_close(unsharded(ours), theirs, rtol=1e-9, atol=1e-9, msg=f"{name} in step {step}")
