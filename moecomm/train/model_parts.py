@@ -23,7 +23,7 @@ class ModelParts:
     nn.Module.
 
     Attributes:
-        modules: all modules, each once.
+        modules: all modules, each once, with its first name.
         layers: the MoELayers among them.
         named: all parameters by name, each once, as `model.named_parameters()` yields them.
     """
@@ -31,12 +31,12 @@ class ModelParts:
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
         self.model = model
-        self.modules: list[nn.Module] = []
+        self.modules: dict[nn.Module, str] = {}
         self.named: dict[str, nn.Parameter] = {}
         self._shares: dict[MoELayer, Shares] = {}
         seen: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():  # marks the experts' parameters
-            self.modules.append(module)
+            self.modules[module] = prefix
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in seen:
                     seen.add(parameter)
@@ -102,37 +102,27 @@ class ModelParts:
         """Raises InvalidArgument if a parameter of experts that are spread over ranks is used outside them
         too: its gradient would need averages over different ranks. The experts module itself may have two
         names."""
-        layers = self.spread_layers
-        if not layers or not self._may_share_with_experts(layers):
-            return
-        spread = {layer.experts: layer for layer in layers}
-        every = self.model.named_modules(remove_duplicate=False)
-        paths = [(f"{path}.", spread[module]) for path, module in every if module in spread]
-        within = tuple(path for path, _ in paths)
-        named = self.model.named_parameters(remove_duplicate=False)
-        outside = {parameter: name for name, parameter in named if not name.startswith(within)}
-        for path, layer in paths:
-            for name, parameter in self.shares_of(layer).spread.items():
-                if parameter in outside:
-                    raise InvalidArgument(
-                        f"{path}{name} is the same parameter as {outside[parameter]}: one of experts, which "
-                        "other ranks do not have, must be in no other part of the model. Give each a "
-                        "parameter of its own"
-                    )
-
-    def _may_share_with_experts(self, layers: list[MoELayer]) -> bool:
-        """Returns whether a module outside of experts has one of their parameters or modules."""
-        roots = {layer.experts for layer in layers}
+        roots = {layer.experts: layer for layer in self.spread_layers}
+        own = {
+            each: (root, name) for root in roots for name, each in self.shares_of(roots[root]).spread.items()
+        }
         inside = {module for root in roots for module in root.modules()}
-        own = {each for layer in layers for each in self.shares_of(layer).spread.values()}
-        for module in self.modules:
+        for module, path in self.modules.items():
             if module in inside:
                 continue
-            if any(each in own for each in module._parameters.values() if each is not None):
-                return True
-            if any(each in inside and each not in roots for each in module._modules.values()):
-                return True
-        return False
+            used = [(name, each) for name, each in module._parameters.items() if each is not None]
+            for name, child in module._modules.items():
+                if child is not None and child in inside and child not in roots:
+                    used += child.named_parameters(name)
+            for name, parameter in used:
+                if parameter in own:
+                    root, own_name = own[parameter]
+                    other = f"{path}.{name}".lstrip(".")
+                    raise InvalidArgument(
+                        f"{self.modules[root]}.{own_name} is the same parameter as {other}: one of experts, "
+                        "which other ranks do not have, must be in no other part of the model. Give each a "
+                        "parameter of its own"
+                    )
 
 
 def local(tensor: Tensor) -> Tensor:
