@@ -30,7 +30,6 @@ class ModelParts:
 
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
-        self.model = model
         self.modules: dict[nn.Module, str] = {}
         self.named: dict[str, nn.Parameter] = {}
         self._shares: dict[MoELayer, Shares] = {}
