@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ def sync_gradients(
         if over is not None and dist.get_world_size(over) > 1:
             _all_reduce(gradients, over, size)
         else:
-            for alike in _alike(gradients):
+            for alike in _lists(gradients):
                 torch._foreach_div_(alike, size)
     _mark_synchronized(parts.layers)
 
@@ -203,7 +203,7 @@ def clip_grad_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     trained = parts.trained
     gradients = [local(each) for each in map(_found_gradient, trained) if each is not None]
-    for alike in _alike(gradients):
+    for alike in _lists(gradients):
         first, factor = alike[0], scale.to(alike[0].device)
         if first.dtype is torch.float16 and first.layout is torch.strided:
             # GPUs cast a 0-d scale to float16, whose least number is 6e-8, but not a scale with dimensions.
@@ -299,22 +299,27 @@ def _powers(
 def _norms(gradients: Mapping[str, Tensor], order: float) -> dict[str, Tensor]:
     """Returns the norms of gradients with elements, 0-d float64, by name."""
     norms: dict[str, Tensor] = {}
-    names = {id(gradient): name for name, gradient in gradients.items()}
-    for alike in _alike(gradients.values()):
+    for names in _alike(gradients):
+        alike = [gradients[name] for name in names]
         # On a CPU torch adds one number after another: in float32 the norm would depend on the sharding.
         sums = torch.promote_types(alike[0].dtype, torch.float32) if alike[0].is_cuda else torch.float64
         found = torch.stack(torch._foreach_norm(alike, order, dtype=sums)).to(torch.float64)
-        norms |= zip([names[id(each)] for each in alike], found.unbind(), strict=True)
+        norms |= zip(names, found.unbind(), strict=True)
     return norms
 
 
-def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors in lists of one type, layout, dtype and device. torch's functions of a whole list
-    take the host little longer than those of one tensor."""
-    found: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault((type(tensor), tensor.layout, tensor.dtype, tensor.device), []).append(tensor)
+def _alike(tensors: Mapping[Any, Tensor]) -> list[list[Any]]:
+    """Returns the keys of tensors in lists of one type, layout, dtype and device. torch's functions of a
+    whole list of tensors take the host little longer than those of one."""
+    found: dict[Any, list[Any]] = {}
+    for key, tensor in tensors.items():
+        found.setdefault((type(tensor), tensor.layout, tensor.dtype, tensor.device), []).append(key)
     return list(found.values())
+
+
+def _lists(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Returns the tensors in lists as `_alike` does."""
+    return [[tensors[number] for number in alike] for alike in _alike(dict(enumerate(tensors)))]
 
 
 def _sum(powers: Tensor, order: float) -> Tensor:

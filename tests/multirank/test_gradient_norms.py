@@ -169,3 +169,12 @@ def test_what_a_step_costs_the_host(rank: int, world: int, seed: int) -> None:
                 found.append(seen.names)
     assert found[:3] == found[3:]
     assert all(found)
+
+
+@on_ranks(1)
+def test_a_gradient_of_two_parameters(rank: int, world: int) -> None:
+    """One tensor that is set as the gradient of two parameters counts for both."""
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 1, bias=False) for _ in range(2))
+    for each in model.parameters():
+        each.grad = model[0].weight.grad if each is model[1].weight else torch.tensor([[3.0, 4.0]])
+    assert_close(clip_grad_norm(model, math.inf), torch.tensor(5 * 2**0.5))
