@@ -118,8 +118,8 @@ def fully_shard_experts(
         mesh: a mesh of the ranks that hold the same experts, in one dimension; None: derived from layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
         routers: True: routers are FSDP units too, each of up to eight, over all ranks, without your
-            `mp_policy`, which would round their weights. False: a router joins its outer unit, whose
-            `mp_policy` must have no param_dtype.
+            `mp_policy`, which would round their weights. False: a router joins its outer unit; if that one's
+            `mp_policy` has a param_dtype, a forward raises InvalidArgument.
         options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
 
     Experts without replicas stay whole; with `mp_policy` or `offload_policy` they become DTensors over one
@@ -138,8 +138,12 @@ def fully_shard_experts(
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     of_router: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     of_router |= {n: options[n] for n in ("reshard_after_forward", "offload_policy") if n in options}
-    if routers:
-        whole = [layer for layer in parts.layers if not _has_dtensors(layer.router)]
+    whole = [layer for layer in parts.layers if not _has_dtensors(layer.router)]
+    if not routers:
+        for layer in whole:
+            if (weight := layer.router._parameters.get("weight")) is not None:
+                layer.router.register_forward_pre_hook(_Unrounded(weight.dtype))
+    else:
         for first in range(0, len(whole), _ROUTERS):
             of_unit = whole[first : first + _ROUTERS]
             mesh_of_all = DeviceMesh.from_group(everyone, of_unit[0].comm.device.type)
@@ -172,6 +176,20 @@ def fully_shard_experts(
 _ROUTERS = 8 if hasattr(FSDPState, "_force_complete_incomplete_states") else 1
 """Routers of one FSDP unit. A unit costs the host about as much as a block of a model. Where a forward leaves
 out some of a unit's modules, older versions of torch would use their stale weights in the next one."""
+
+
+class _Unrounded:
+    """A hook of a router within an outer FSDP unit, in whose forward the weight must have its own dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, router: nn.Module, inputs: Any) -> None:
+        if (found := router.weight.dtype) is not self.dtype:
+            raise InvalidArgument(
+                f"the router's weight is {found} in its forward, must be {self.dtype}: the mp_policy of "
+                "fully_shard has rounded it. Leave out routers=False, or the policy's param_dtype"
+            )
 
 
 def _has_dtensors(module: nn.Module) -> bool:

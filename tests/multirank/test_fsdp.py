@@ -191,6 +191,23 @@ def test_optimizers_that_take_all_parameters_at_once(rank: int, world_size: int,
             assert_close(_local(each), twin[name])
 
 
+@on_ranks(2)
+def test_a_router_that_an_outer_unit_rounds(rank: int, world_size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    first = MoELayer(MoEConfig(**SIZES), max_tokens=8)
+    x = tokens_of(rank, 6, torch.float32, seed)[0]
+    with first.comm:
+        for dtype in (None, torch.bfloat16):
+            layer = copy.deepcopy(first)
+            fully_shard_experts(layer, routers=False)
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False))
+            if dtype is None:
+                assert torch.equal(layer(x), first(x))
+                continue
+            with pytest.raises(InvalidArgument, match=r"is torch\.bfloat16 in its forward"):
+                layer(x)
+
+
 class _Blocks(torch.nn.Module):
     """Ten layers, which share a communicator; `used` says which of them a forward goes through."""
 
