@@ -181,17 +181,16 @@ SMALL_LATENT = (
     "--value-dim 16 --experts 8 --top-k 2 --ffn 40 --shared-experts 1 --aux-coef 0"
 )
 FREED = {  # bytes a token, by hand: bfloat16 has 2, float32 4
-    # three copies for the products, the router's input and the experts'
-    (SMALL, "norms"): 3 * 96 * 2 + 96 * 4 + 96 * 2,
+    # a copy for attention's products and one for the experts; the router's input, which is float32 on the CPU
+    (SMALL, "norms"): 96 * 2 + 96 * 4 + 96 * 2,
     (SMALL, "shared"): 2 * 40 * 2,
     (SMALL, "fc1"): 2 * (2 * 40) * 2,
     (SMALL, "dispatch"): 2 * (2 * 40 + 96) * 2,
-    # two copies of the norm's result: q_down and kv_down
-    (SMALL_LATENT, "norms"): 2 * 96 * 2 + 96 * 4 + 96 * 2,
+    (SMALL_LATENT, "norms"): 96 * 2 + 96 * 4 + 96 * 2,
     # queries and keys, keys without position with values, less the result of q_down and the keys' rotated
     # part; the latents of keys and values are kept in any case
     (SMALL_LATENT, "mla-up"): (2 * 4 * 32 + 4 * 40 - 40 - 8) * 2,
-    (SMALL_LATENT, "mla-up,norms"): (2 * 4 * 32 + 4 * 40 - 40 - 8) * 2 + 2 * 96 * 2 + 96 * 4 + 96 * 2,
+    (SMALL_LATENT, "mla-up,norms"): (2 * 4 * 32 + 4 * 40 - 40 - 8) * 2 + 96 * 2 + 96 * 4 + 96 * 2,
 }
 
 
