@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.attention import AttentionConfig, make_attention, rope_table
+from lm.attention import AttentionConfig, make_attention
 from lm.head import Head
 from lm.recompute_outputs import recompute_outputs
+from lm.rotary import rope_table
 
 Part = TypeVar("Part", bound=nn.Module)
 

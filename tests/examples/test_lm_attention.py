@@ -27,11 +27,10 @@ from lm.attention import (  # isort: skip
     fit_kernel,
     make_attention,
     make_block_mask,
-    rope_frequencies,
-    rope_table,
     sees,
 )
 from lm.errors import RunError  # isort: skip
+from lm.rotary import rope_frequencies, rope_table  # isort: skip
 
 SEQ, BATCH = 7, 2
 ROUNDING = 1e-5  # the model's cosines and sines are float32
