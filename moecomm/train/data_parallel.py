@@ -138,24 +138,26 @@ def fully_shard_experts(
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     of_router: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     of_router |= {n: options[n] for n in ("reshard_after_forward", "offload_policy") if n in options}
-    whole = [layer for layer in parts.layers if not _has_dtensors(layer.router)]
-    if not routers:
-        for layer in whole:
-            if (weight := layer.router._parameters.get("weight")) is not None:
-                layer.router.register_forward_pre_hook(_Unrounded(weight.dtype))
-    else:
-        for first in range(0, len(whole), _ROUTERS):
-            of_unit = whole[first : first + _ROUTERS]
-            mesh_of_all = DeviceMesh.from_group(everyone, of_unit[0].comm.device.type)
-            _shard([layer.router for layer in of_unit], mesh_of_all, **of_router)
-    for layer in parts.layers:
-        experts, comm = layer.experts, layer.comm
-        held = replicas[comm].ranks
+    for layer in parts.layers:  # before anything is sharded
+        held = replicas[layer.comm].ranks
         if over not in (None, held):
             raise InvalidArgument(
                 f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
                 "layers know"
             )
+    whole = [layer for layer in parts.layers if not _has_dtensors(layer.router)]
+    if routers:
+        for first in range(0, len(whole), _ROUTERS):
+            of_unit = whole[first : first + _ROUTERS]
+            mesh_of_all = DeviceMesh.from_group(everyone, of_unit[0].comm.device.type)
+            _shard([layer.router for layer in of_unit], mesh_of_all, **of_router)
+    else:
+        for layer in whole:
+            if (weight := layer.router._parameters.get("weight")) is not None:
+                layer.router.register_forward_pre_hook(_Unrounded(weight.dtype))
+    for layer in parts.layers:
+        experts, comm = layer.experts, layer.comm
+        held = replicas[comm].ranks
         if isinstance(experts, FSDPModule):
             continue
         own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh

@@ -421,6 +421,7 @@ def test_fsdp_of_spread_experts_is_refused(rank: int, world_size: int, seed: int
     model, mesh = build(rank, world_size, 2, seed)
     with model.moe.comm:
         refused(lambda: fully_shard_experts(model, mesh["ep"]), "which hold the same experts")
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         wrapped(model, "fsdp")
         refused(lambda: prepare_ddp(model), begins="model is sharded by fully_shard")
         model.moe.overlap = OverlapConfig(defer_weights=True)
