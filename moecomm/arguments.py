@@ -87,8 +87,6 @@ def _require_dtype(name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
 
 def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     """Returns `value` as an int; raises InvalidArgument if it is not an integer or out of bounds."""
-    if type(value) is int and least <= value <= most:
-        return value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidArgument(f"{name} is {value!r}, expected an integer from {least} to {most}")
     return value

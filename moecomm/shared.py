@@ -174,6 +174,5 @@ class LayerCommunicators:
         if found is None:
             most = max(tokens or x_TH.shape[0], every)
             found = self._found[shape] = shared_communicator(self._group, Shape(*shape), most)
-        if every:
-            found.require(every)
+        found.require(every)
         return found

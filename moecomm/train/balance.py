@@ -36,32 +36,29 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
         bound = "None or a finite number of at least 0"
         rate = require_number("rate", rate, lambda number: 0 <= number < math.inf, bound)
     parts = ModelParts(model)
-    every = [m for m in parts.modules if isinstance(m, TopKRouter) and m.load_E is not None]
-    # Routers whose biases change alike are changed together, as each operation costs the host time.
-    alike: dict[tuple[Any, ...], list[TopKRouter]] = {}
-    for router in every:
+    loads: list[Tensor] = []
+    # Biases that change alike, with their loads, are changed together: each operation costs the host time.
+    alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+    for router in parts.modules:
+        if not isinstance(router, TopKRouter) or (load_E := router.load_E) is None:
+            continue
+        loads.append(load_E)
         if (bias_E := router.expert_bias_E) is not None:
             own_rate = router.config.bias_update_rate if rate is None else rate
             key = (bias_E.numel(), bias_E.dtype, bias_E.device, own_rate, router.config.bias_update)
-            alike.setdefault(key, []).append(router)
+            alike.setdefault(key, []).append((bias_E, load_E))
     if alike:
-        flat = torch.cat([_load(router) for routers in alike.values() for router in routers])
+        flat = torch.cat([load_E for pairs in alike.values() for _, load_E in pairs])
         if dist.is_initialized():
             dist.all_reduce(flat, group=model_group(parts.layers, group))
-        sizes = [experts * len(routers) for (experts, *_), routers in alike.items()]
-        for (key, routers), loads in zip(alike.items(), flat.split(sizes), strict=True):
+        sizes = [experts * len(pairs) for (experts, *_), pairs in alike.items()]
+        for (key, pairs), totals in zip(alike.items(), flat.split(sizes), strict=True):
             experts, dtype, _, own_rate, update = key
-            load_RE = loads.view(-1, experts)
+            load_RE = totals.view(-1, experts)
             above_RE = load_RE.sum(1, keepdim=True) - load_RE * experts
             step_RE = above_RE.sign().to(dtype)
             if update == "centered":
                 step_RE -= step_RE.mean(1, keepdim=True)
-            biases = [bias_E for router in routers if (bias_E := router.expert_bias_E) is not None]
-            torch._foreach_add_(biases, list((own_rate * step_RE).unbind()))
-    if every:
-        torch._foreach_zero_([_load(router) for router in every])
-
-
-def _load(router: TopKRouter) -> Tensor:
-    assert router.load_E is not None
-    return router.load_E
+            torch._foreach_add_([bias_E for bias_E, _ in pairs], list((own_rate * step_RE).unbind()))
+    if loads:
+        torch._foreach_zero_(loads)

@@ -1,4 +1,4 @@
-"""What functions of moecomm.train need to know of a model, found in one walk over its modules."""
+"""Collects a model's modules, MoELayers and parameters in one walk, for the functions of moecomm.train."""
 
 from __future__ import annotations
 

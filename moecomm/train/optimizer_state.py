@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
+from moecomm.train.model_parts import local
 
 _NUMBERS = (numbers.Number, str, type(None))
 """The types, besides tensors, that an optimizer's state may have."""
@@ -84,7 +84,7 @@ def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
     average weights; False for a single number, which may be a count."""
     if parameter is None or not value.dim() or value.shape != parameter.shape:
         return False
-    value, parameter = (each.to_local() if isinstance(each, DTensor) else each for each in (value, parameter))
+    value, parameter = map(local, (value, parameter))
     return value.shape == parameter.shape and torch.equal(value.to(parameter), parameter)
 
 

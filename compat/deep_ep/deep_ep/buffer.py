@@ -188,10 +188,7 @@ class Buffer(LowLatency):
             return rows, None, None, None, None, event
         require_integer("expert_alignment", expert_alignment, 1)
         require_integer("num_worst_tokens", num_worst_tokens, 0)
-        if topk_idx is None or num_tokens_per_expert is None or num_tokens_per_expert.dim() != 1:
-            experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
-        else:
-            experts = num_tokens_per_expert.shape[0]
+        experts = self._experts_of(num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
         top_k = self.group_size if topk_idx is None else top_k_of(topk_idx)
         # Room for the largest batch: if the host does not wait, ranks cannot agree on a larger one later.
         every = -(-num_worst_tokens // self.group_size)
@@ -279,8 +276,8 @@ class Buffer(LowLatency):
             raise InvalidArgument(
                 "topk_idx is None, expected (T, K); or is_token_in_rank, and no topk_weights"
             )
-        # Its values are used without topk_idx.
-        require_shape("num_tokens_per_expert", num_tokens_per_expert, "(E,)", None, dtypes=INTEGERS)
+        if num_tokens_per_expert.dim() != 1 or topk_idx is None:  # its values are used without topk_idx
+            require_shape("num_tokens_per_expert", num_tokens_per_expert, "(E,)", None, dtypes=INTEGERS)
         return num_tokens_per_expert.shape[0]
 
     def _ids_by_rank(self, is_token_in_rank: Any, experts: int, tokens: int) -> Tensor:

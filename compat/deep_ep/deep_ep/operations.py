@@ -32,11 +32,11 @@ class PlanHandle:
         not copied. Does not keep the rows."""
         assert out.plan_views is not None
         self.handle, self.view, self._ids_TK = out.handle, out.plan_views, ids_TK
-        self._version = 0 if ids_TK.is_inference() else ids_TK._version
+        self._version = _version(ids_TK)
 
     def is_of(self, ids_TK: Tensor) -> bool:
         """Returns whether these are the ids of the dispatch, unchanged since then."""
-        return ids_TK is self._ids_TK and (ids_TK.is_inference() or ids_TK._version == self._version)
+        return ids_TK is self._ids_TK and _version(ids_TK) == self._version
 
     @property
     def ids_TK(self) -> Tensor:
@@ -214,6 +214,10 @@ def _record(values: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
     for each in values:
         if isinstance(each, Tensor):
             each.record_stream(stream)
+
+
+def _version(ids_TK: Tensor) -> int:
+    return 0 if ids_TK.is_inference() else ids_TK._version
 
 
 def carriers(ids_TK: Tensor, comm: Communicator) -> Tensor:
