@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import shutil
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,8 @@ SCHEDULES = {
     "dualpipev": "ScheduleDualPipeV",
 }
 V_SCHEDULES = ("zbv", "dualpipev")
+COMPILED = {"norms", "mla-up", "attention", "all"}
+"""The parts of --recompute that --compile compiles."""
 
 
 def check(options: Options) -> None:
@@ -33,6 +38,19 @@ def check(options: Options) -> None:
     _check_pipeline(options)
     _check_step(options)
     _check_folder(Path(options.out))
+
+
+def compiles(options: Options, device: str) -> bool:
+    """Returns whether blocks are compiled on devices of this type: as --compile says; without it on GPUs,
+    unless compiled parts are recomputed, or a pipeline may split their backward, or Triton lacks what it
+    builds launchers with."""
+    if options.compile is not None:
+        return options.compile
+    if device != "cuda" or COMPILED & set(options.recompute) or options.pp > 1:
+        return False
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return importlib.util.find_spec("triton") is not None and compiler is not None and headers.exists()
 
 
 def check_ranks(options: Options, world: int) -> ParallelFolding:
@@ -193,10 +211,7 @@ def _check_step(options: Options) -> None:
         "shared" in again and not options.shared_experts,
         "--recompute shared needs --shared-experts, above 0",
     )
-    _refuse(
-        options.compile and again & {"norms", "mla-up", "attention", "all"},
-        "--compile: not with --recompute of what it compiles",
-    )
+    _refuse(options.compile and again & COMPILED, "--compile: not with --recompute of what it compiles")
     several = options.microbatches > 1
     _refuse(options.graph and several, "--graph captures a step as a whole: not with --microbatches")
     delayed = "--delay-wgrad: the gradients of the experts' weights are"

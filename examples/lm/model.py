@@ -74,6 +74,7 @@ class Block(nn.Module):
             before it, and "all", the block.
         drops_attention_norm: the norm's result is not kept but recomputed.
         drops_ffn_norm: the same for the other norm.
+        before_ffn: the compiled form of `_attend_and_norm`, or None.
     """
 
     def __init__(self, config: ModelConfig, layer: int, ffn: nn.Module) -> None:
@@ -84,13 +85,29 @@ class Block(nn.Module):
         self.ffn = ffn
         self.runs: dict[str, Run] = dict.fromkeys(("all", "attention", "moe"), run_plainly)
         self.drops_attention_norm = self.drops_ffn_norm = False
+        self.before_ffn: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         return self.runs["all"](self._compute, x_BSH, cos_SD, sin_SD)
 
     def _compute(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        if self.before_ffn is not None:
+            x_BSH, h_BSH = self.before_ffn(x_BSH, cos_SD, sin_SD)
+            return x_BSH + self.ffn(h_BSH)
         x_BSH = x_BSH + self.runs["attention"](self._attend, x_BSH, cos_SD, sin_SD)
         return x_BSH + self.runs["moe"](self._feed, x_BSH)
+
+    def compile_before_ffn(self) -> None:
+        """Compiles all that comes before the feed-forward layer: a few kernels then make norms, rotations,
+        casts and the sum. The second norm is left out if it is recomputed with the feed-forward layer."""
+        if self.runs["moe"] is run_plainly:
+            self.before_ffn = torch.compile(self._attend_and_norm)
+        else:
+            self._attend = torch.compile(self._attend)  # type: ignore[method-assign]
+
+    def _attend_and_norm(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> tuple[Tensor, Tensor]:
+        x_BSH = x_BSH + self._attend(x_BSH, cos_SD, sin_SD)
+        return x_BSH, self.ffn_norm(x_BSH)
 
     def _attend(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         h_BSH = self.attention_norm(x_BSH)
@@ -167,9 +184,9 @@ class Transformer(nn.Module):
         return list(self.blocks.values())
 
     def compile_blocks(self) -> None:
-        """Compiles the blocks' attention with its norm; blocks of one kind share the compiled code."""
+        """Compiles the blocks but for their feed-forward layers; blocks of one kind share the code."""
         for block in self.own_blocks():
-            block._attend = torch.compile(block._attend)
+            block.compile_before_ffn()
 
     def positions(self, length: int) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines of the positions that attention sees for an input, both (S, D/2)."""

@@ -232,10 +232,12 @@ class Options:
     device: str = _flag(
         "where the ranks compute", resumed=PER_CALL, choices=("auto", "cpu", "cuda"), default="auto"
     )
-    compile: bool = _flag(
-        "torch.compile attention with its norm; takes half a minute at the start",
+    compile: bool | None = _flag(
+        "torch.compile what comes before a block's feed-forward layer, which takes seconds at the start "
+        "(default: on GPUs, where that is possible)",
         resumed=PER_CALL,
-        action="store_true",
+        action=SWITCH,
+        default=None,
     )
     graph: bool = _flag(
         "on GPUs: forward and backward as a CUDA graph; steps whose rows do not fit run again without",

@@ -23,6 +23,7 @@ from lm.build import (
 )
 from lm.corpus import Corpus
 from lm.errors import RunError, UsageError
+from lm.fitting import compiles
 from lm.metrics import (
     MetricsFile,
     Record,
@@ -67,7 +68,7 @@ class Trainer:
         self.model = build_model(options, vocab, self.comm, folding, layout.holds, ranks.device)
         mesh = parallel.split_attention(self.model, folding, ranks.device)
         save_memory(self.model, options)
-        if options.compile:
+        if compiles(options, ranks.device.type):
             self.model.compile_blocks()
         self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
         self.parameters = self._count_parameters()

@@ -21,16 +21,18 @@ def agree(
     device: torch.device,
     about: str,
     check: Callable[[], Sequence[str]],
-    same: Callable[[], Tensor | None] = lambda: None,
+    same: Callable[[torch.device], tuple[Tensor, bool] | None] = lambda place: None,
 ) -> bool:
-    """Calls `check` on all ranks of `group` together, and compares the texts that it returns. device: where
-    the exchanged tensors are made.
+    """Calls `check` on all ranks of `group` together, and compares the texts that it returns. device: that of
+    the model. If `group` has a backend for CPU tensors, the hosts exchange what they compare, and need not
+    wait for their GPUs.
 
     If `check` raises a MoecommError on one rank, that rank raises it, and the others InvalidArgument with its
     text. If ranks have different texts, all raise MismatchedArguments, whose text begins with `about`. In a
     CUDA graph capture each rank only checks itself.
 
-    same: makes a 0-d int64 tensor, or None. Returns whether that tensor is equal on all ranks; True for None.
+    same(place): returns a 0-d int64 tensor on the device of the exchange, and whether its value is an earlier
+    one; or None. Returns False if values differ, unless some are earlier ones and others not.
     """
     words: Sequence[str] = ()
     problem: MoecommError | None = None
@@ -42,14 +44,14 @@ def agree(
         if problem is not None:
             raise problem
         return True
-    digest = _digest(words)
-    seen = torch.tensor([int(problem is not None), digest, -digest, 0, 0], dtype=torch.int64, device=device)
-    if (number := same()) is not None:
-        seen[3:] = torch.stack((number, -number))
+    digest, place = _digest(words), _place_of_exchange(group, device)
+    value, earlier = same(place) or (torch.zeros((), dtype=torch.int64, device=place), False)
+    own = torch.tensor([problem is not None, digest, -digest, earlier, -earlier], device=place)
+    seen = torch.cat((own, torch.stack((value, -value))))
     dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
-    failed, most, less, largest, least = seen.tolist()
+    failed, most, less, some_earlier, all_earlier, largest, least = seen.tolist()
     if not failed and most == -less:
-        return bool(largest == -least)
+        return bool(largest == -least or some_earlier != -all_earlier)
     told: list[Any] = [None] * dist.get_world_size(group)
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
     dist.all_gather_object(told, (list(words), said), group=group)
@@ -79,7 +81,8 @@ def agree_by_holders(
     if _captures(device):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)
-    seen = torch.zeros(size, len(holders), 2, dtype=torch.int64, device=device)
+    place = _place_of_exchange(group, device)
+    seen = torch.zeros(size, len(holders), 2, dtype=torch.int64, device=place)
     mine = [[number, _digest(each)] for number, each in zip(holders, words, strict=True)]
     seen[own] = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(seen, group=group)
@@ -89,6 +92,11 @@ def agree_by_holders(
             other, before = found.setdefault(number, (rank, digest))
             if digest != before:
                 raise MismatchedArguments(f"{about}: they are others on ranks {other} and {rank}")
+
+
+def _place_of_exchange(group: Group | None, device: torch.device) -> torch.device:
+    """Returns the CPU if the group can exchange its tensors, else `device`."""
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
 
 
 def _captures(device: torch.device) -> bool:

@@ -8,6 +8,7 @@ The checksum is that of an earlier step, so that no host waits for its device.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,6 +86,31 @@ def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(bits.device))
     return there, event
+
+
+def router_bits(layers: Iterable[MoELayer], place: torch.device) -> tuple[Tensor, bool] | None:
+    """Returns a checksum of the first `router_weight`, on `place`, and whether it is that of the last call
+    for this layer; None without such a weight. From a GPU to the host it is that of the last call, which the
+    device has finished long ago, so that the host does not wait. The first call waits, for that of now."""
+    for layer in layers:
+        if (weight := router_weight(layer)) is not None:
+            break
+    else:
+        return None
+    bits = bits_of(weight)
+    if not bits.is_cuda or place.type != "cpu":
+        return bits.to(place), False
+    before = _taken.get(layer)
+    now = _taken[layer] = _on_host(bits)
+    found, event = before or now
+    if event is not None:
+        event.synchronize()
+    return found, before is not None
+
+
+_taken: weakref.WeakKeyDictionary[MoELayer, tuple[Tensor, torch.cuda.Event | None]]
+_taken = weakref.WeakKeyDictionary()
+"""The checksum that `router_bits` took for a layer last."""
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:

@@ -22,7 +22,7 @@ from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, ranks_of_shards
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders
-from moecomm.train.drift import bits_of, router_weight
+from moecomm.train.drift import router_bits
 from moecomm.train.model_parts import ModelParts, local
 from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal
 from moecomm.types import AnyGroup, Group, as_group
@@ -56,8 +56,10 @@ def sync_gradients(
             marked outside of MoELayers (None: no other rank holds the same experts).
         folding: the job's ParallelFolding, for a pipeline stage without MoELayers.
 
-    Ranks compare their parameters at each call, for which the host waits. All ranks raise MismatchedArguments
-    if parameters differ, or some ranks have frozen them, or a router's weights differ. They raise
+    Ranks compare their parameters at each call. Hosts wait for each other then, but not for their GPUs if the
+    group has a backend for CPU tensors, as torch.distributed.init_process_group() makes it. All ranks raise
+    MismatchedArguments if parameters differ, or some ranks have frozen them, or a router's weights differ,
+    which hosts that do not wait for GPUs find in the first call at once and later one call late. They raise
     InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over a part
     of `group`, a parameter shared by experts and another part of the model, a parameter that all experts
     share and that starts different on some ranks, a model under DistributedDataParallel, deferred gradients
@@ -82,7 +84,7 @@ def sync_gradients(
         return
     group, expert_group = model_group(parts.layers, group, folding), as_group(expert_group, "expert_group")
     about = "ranks average different parameters"
-    if not agree(group, parts.device, about, check, lambda: _bits_of_router(parts.layers)):
+    if not agree(group, parts.device, about, check, lambda place: router_bits(parts.layers, place)):
         raise MismatchedArguments(
             "a router's weights differ between ranks, and so will other parameters that all ranks share: "
             "these must start the same (torch.manual_seed alike, or load one state) and change by the same. "
@@ -337,12 +339,6 @@ def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=over)
         powers = both[0].where(both[1] == 0, math.nan)
     return powers
-
-
-def _bits_of_router(layers: Sequence[MoELayer]) -> Tensor | None:
-    """Returns a checksum of the first `router_weight`, which stands for all parameters that ranks share."""
-    weights = (router_weight(layer) for layer in layers)
-    return next((bits_of(weight) for weight in weights if weight is not None), None)
 
 
 def _words(name: str, parameter: nn.Parameter) -> str:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from moecomm.errors import MoecommError
-from moecomm.nn import MoELayer, keep_plans
+from moecomm.errors import MismatchedArguments, MoecommError
+from moecomm.nn import MoELayer, keep_plans, sync_gradients
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.multirank.moe_cases import WAYS, LayerCase, change_weights, check_ways, differences, run_layer
@@ -232,6 +233,40 @@ def test_a_dropless_dispatch_is_received_beside_the_shared_experts(
     spans = {span.name: span for span in layer.timelines()["forward"].spans}
     assert spans["dispatch_receive"].begin < spans["shared"].end, spans
     layer.comm.close()
+
+
+@pytest.mark.usefixtures("cuda_only")
+@on_ranks(2)
+def test_gradients_by_nccl_are_compared_by_hosts(rank: int, world_size: int, seed: int) -> None:
+    """The hosts do not wait for GPUs that are at work, and find routers that drifted apart one call late."""
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    case = LayerCase((64, 48), seed)
+    layer, (x, grad) = case.layer(), case.input_here(rank)
+
+    def synchronise(busy: bool = False) -> bool:
+        """Returns whether the GPU was still at work afterwards."""
+        layer.zero_grad()
+        layer(x).backward(grad)
+        if busy:
+            torch.cuda._sleep(1 << 31)  # a second and more
+        done = torch.cuda.current_stream().record_event()
+        sync_gradients(layer, group)
+        return not done.query()
+
+    synchronise()
+    assert synchronise(busy=True)
+    torch.cuda.synchronize()
+    if rank == 1:
+        with torch.no_grad():
+            layer.router.weight[0, 0] += 1
+    synchronise()
+    with pytest.raises(MismatchedArguments, match="a router's weights differ"):
+        synchronise()
+    twin = copy.deepcopy(layer)  # of which nothing is known, so that the first call tells
+    with pytest.raises(MismatchedArguments, match="a router's weights differ"):
+        sync_gradients(twin, group)
+    layer.comm.close()
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize(("how", "least"), [("clip", 2), ("nothing", 69)])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.gpu import harness
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 from tests.multirank import hf_models
 
