@@ -25,7 +25,7 @@ STEPS = 12
 MODEL = (
     "--preset small --dtype float32 --dim 64 --layers 4 --heads 8 --kv-heads 4 --qk-norm --experts 8 "
     f"--top-k 2 --ffn 64 --seq 64 --batch 8 --no-tied --steps {STEPS} --warmup 4 --lr 0.002 --aux-coef 0 "
-    f"--eval-every {STEPS} --eval-windows 9 --save-every 1000 --device cuda"
+    f"--eval-every {STEPS} --eval-windows 9 --save-every 1000 --device cuda --no-compile"
 )
 ATTENTION = ("", "--tp 2", "--cp 2")
 EXPERTS = ("--ep 1", "--ep 2", "--ep 1 --etp 2")
@@ -42,6 +42,7 @@ MAPPINGS = (
     "--fsdp --ep 1",
     "--fsdp --ep 2",
     "--fsdp --tp 2 --ep 2",
+    "--fsdp --ep 2 --compile",
     "--ep 2 --microbatches 2",
     "--ep 2 --microbatches 4 --delay-wgrad",
 )

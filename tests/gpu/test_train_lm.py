@@ -18,6 +18,7 @@ STEPS = 40
 RUN = [
     "--preset=small",
     *SMALL_MODEL,
+    "--no-compile",
     f"--steps={STEPS}",
     "--warmup=5",
     f"--eval-every={STEPS}",
@@ -66,16 +67,26 @@ def test_the_loss_curve_is_that_of_the_cpu(
     assert losses[-1] < losses[0] - 0.2, "it learns"
 
 
-@pytest.mark.parametrize("how", [[], ["--graph"], ["--microbatches=2"]], ids=["", "graph", "microbatches"])
+@pytest.mark.parametrize("how", ["", "--graph", "--microbatches=2", "--compile", "--compile --graph"])
 def test_in_bfloat16(
     require_gpus: Callable[[int], None],
     cpu_losses: list[float],
     text_folder: Path,
     tmp_path: Path,
-    how: list[str],
+    how: str,
 ) -> None:
     require_gpus(2)
-    arguments = [*RUN, *how, "--dtype=bfloat16", "--device", "cuda", "--ranks", "2", "--data", text_folder]
+    arguments = [
+        *RUN,
+        *how.split(),
+        "--dtype=bfloat16",
+        "--device",
+        "cuda",
+        "--ranks",
+        "2",
+        "--data",
+        text_folder,
+    ]
     done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", "--sample", "5", gpus=True)
     assert done.code == 0, done.err
     difference = (torch.tensor(_losses(tmp_path / "run")) - torch.tensor(cpu_losses)).abs()
