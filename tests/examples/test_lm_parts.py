@@ -304,6 +304,21 @@ def test_the_large_preset_is_for_gpus_and_divides_over_them(
     assert ranks.default_ranks("auto", large.batch) == 4
 
 
+def test_blocks_are_compiled_on_gpus_where_that_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiles(*flags: str, on: str = "cuda") -> bool:
+        return fitting.compiles(options.parse([*flags, "--out", str(tmp_path)]), on)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert compiles() and not compiles(on="cpu") and compiles("--compile", on="cpu")
+    for refused in (["--no-compile"], ["--recompute", "all"], ["--no-tied", "--pp=2", "--microbatches=2"]):
+        assert not compiles(*refused)
+    monkeypatch.setattr(fitting.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert not compiles() and compiles("--compile")
+
+
 def test_a_resumed_run_keeps_its_sizes_on_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
