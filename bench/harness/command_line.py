@@ -18,30 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .options import (
-    BETWEEN_NODES,
-    DEEP_EP,
-    DTYPES,
-    FP8_VARIANTS,
-    KEEPS,
-    LAYER,
-    LAYER_ROUTINGS,
-    MOECOMM,
-    ON_REQUEST,
-    OVERLAPPED,
-    PRESETS,
-    ROUTINGS,
-    VARIANTS,
-    WAYS,
-    WIDE,
-    WIDE_TOKENS,
-    WIRES,
-    Options,
-    Shape,
-    available_cores,
-    keep_name,
-    shape_of,
-)
+from . import options as named
+from .options import Options, Shape
 
 _LINKS = {"cpu": ("memcpy",), "cuda": ("sm-push", "sm-exchange", "copy-engine", "memcpy")}
 _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
@@ -73,6 +51,11 @@ def _one_of(known: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return read
+
+
+def _routing_of(known: Sequence[str]) -> Callable[[str], str]:
+    read = _one_of((*known, f"FILE{named.RECORDED}"))
+    return lambda text: text if text.endswith(named.RECORDED) and Path(text).is_file() else read(text)
 
 
 def _list_of(read: Callable[[str], Any], everything: Sequence[Any] = ()) -> Callable[[str], tuple[Any, ...]]:
@@ -116,24 +99,24 @@ def build_parser(program: str) -> Parser:
         description=f"Times {program.replace('_', ' ')} of moecomm, verified first, next to its baselines.",
         epilog="bench/README.md explains columns, baselines and variants.",
     )
-    is_layer, count, positive = program == LAYER, _at_least(0), _at_least(1)
-    known = LAYER_ROUTINGS if is_layer else ROUTINGS
+    is_layer, count, positive = program == named.LAYER, _at_least(0), _at_least(1)
+    known = named.LAYER_ROUTINGS if is_layer else named.ROUTINGS
     add = parser.add_argument
     # fmt: off
     add("-g", "--ranks", type=positive, metavar="N",
         help="ranks to start here (2; GPUs: all of them); torchrun says its own")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="GPUs if there are any (auto)")
     add("-b", "--min", type=positive, metavar="TOKENS", help="first number of tokens per rank "
-        + (f"(4096; {WIDE_TOKENS} if all presets are wide)" if is_layer else "(2048)"))
+        + (f"(4096; {named.WIDE_TOKENS} if all presets are wide)" if is_layer else "(2048)"))
     add("-e", "--max", type=positive, metavar="TOKENS", help="the last (the first)")
     add("-f", "--factor", type=float, default=2.0, metavar="X", help="multiply by this between sizes (2)")
     add("-n", "--iters", type=positive, default=20, metavar="N", help="timed iterations (20)")
     add("-w", "--warmup", type=count, default=5, metavar="N", help="untimed iterations before them (5)")
     add("-c", "--check", dest="checks", type=count, default=1, metavar="N",
         help="verified calls before timing, new data each; 0: none (1)")
-    add("-d", "--dtype", dest="dtypes", type=_list_of(_one_of(tuple(DTYPES)), tuple(DTYPES)),
+    add("-d", "--dtype", dest="dtypes", type=_list_of(_one_of(tuple(named.DTYPES)), tuple(named.DTYPES)),
         default="bfloat16" if is_layer else "float32", metavar="TYPE",
-        help=f"{', '.join(DTYPES)}, a list, all")
+        help=f"{', '.join(named.DTYPES)}, a list, all")
     add("-J", "--json", type=file_to_write, metavar="FILE", help="write everything measured as JSON")
     add("--hidden", type=positive, metavar="H", help="values per row (4096; layers: the preset's)")
     if program != "alltoall":
@@ -141,8 +124,8 @@ def build_parser(program: str) -> Parser:
             help="experts over all ranks, or a list (32; preset's)")
         add("--topk", type=_list_of(positive), metavar="K",
             help="experts per token, or a list (4; preset's)")
-        add("--routing", type=_list_of(_one_of(known)), default="uniform", metavar="LIST",
-            help=f"of {', '.join(known)} (uniform)")
+        add("--routing", type=_list_of(_routing_of(known)), default="uniform", metavar="LIST",
+            help=f"of {', '.join(known)}, or FILE{named.RECORDED} of recorded ids (uniform)")
         add("--zipf", type=_list_of(_at_least(0, float)), default="1", metavar="S",
             help="exponent of zipf, or a list (1)")
     if program in ("dispatch", "combine"):
@@ -152,8 +135,8 @@ def build_parser(program: str) -> Parser:
             help="rows an expert's group is padded to (1)")
         add("--capacity", type=lambda text: text if text == "auto" else positive(text), metavar="ROWS",
             help="fixed rows, or auto: what the fullest rank needs (exact)")
-        add("--wire", choices=WIRES, help="rows travel in that format (GPUs; in their type)")
-        add("--api", choices=(MOECOMM, DEEP_EP), default=MOECOMM,
+        add("--wire", choices=named.WIRES, help="rows travel in that format (GPUs; in their type)")
+        add("--api", choices=(named.MOECOMM, named.DEEP_EP), default=named.MOECOMM,
             help="deep_ep: also by compat/deep_ep; by expert its low-latency calls (moecomm)")
         add("--no-dequantize", dest="dequantize", action="store_false", help="hand on data, scales")
     if program == "combine":
@@ -172,20 +155,21 @@ def build_parser(program: str) -> Parser:
             help="ranks that share memory; fewer than all: emulated nodes")
         add("--fabric-provider", metavar="NAME", help="libfabric provider: tcp, shm, ... (best found)")
     else:
-        variants = (*VARIANTS, *FP8_VARIANTS)
-        add("--presets", type=_list_of(_one_of((*PRESETS, *WIDE)), tuple(PRESETS)), default="all",
-            metavar="LIST", help=f"all, or a list of {', '.join(PRESETS)}; not in all: {', '.join(WIDE)}")
-        add("--ways", type=_list_of(_one_of(WAYS), WAYS), default="layer", metavar="LIST",
-            help=f"all, or a list of {', '.join(WAYS)}: one call, a training step (layer)")
+        variants = (*named.VARIANTS, *named.FP8_VARIANTS)
+        presets, wide = tuple(named.PRESETS), tuple(named.WIDE)
+        add("--presets", type=_list_of(_one_of((*presets, *wide)), presets), default="all", metavar="LIST",
+            help=f"all, or a list of {', '.join(presets)}; not in all: {', '.join(wide)}")
+        add("--ways", type=_list_of(_one_of(named.WAYS), named.WAYS), default="layer", metavar="LIST",
+            help=f"all, or a list of {', '.join(named.WAYS)}: one call, a training step (layer)")
         add("--microbatches", type=positive, default=4, metavar="N", help="of a training step (4)")
         add("--products", type=_list_of(_one_of(("torch", "quack"))), default=(None,), metavar="LIST",
             help="what computes: torch, quack (moecomm's choice)")
         add("--activation", choices=("swiglu", "swiglu_interleaved"), default="swiglu",
             help="gates in halves, or in even columns, which quack fuses (%(default)s)")
         add("--ffn", type=positive, metavar="F", help="inner width of an expert (the preset's)")
-        add("--variants", type=_list_of(_one_of(variants), VARIANTS), default="all", metavar="LIST",
+        add("--variants", type=_list_of(_one_of(variants), named.VARIANTS), default="all", metavar="LIST",
             help=f"of one call: all, or a list of {', '.join(variants)} (all: without the last three)")
-        add("--keep", type=_list_of(_one_of(KEEPS)), default="all", metavar="LIST",
+        add("--keep", type=_list_of(_one_of(named.KEEPS)), default="all", metavar="LIST",
             help="overlapped with each kept: all,rows,nothing")
         add("--graph-tokens", type=count, default=512, metavar="T",
             help="tokens of graph replay beside eager; 0: none (512)")
@@ -217,7 +201,7 @@ def parse(program: str, argv: Sequence[str] | None = None) -> Options:
         command = shlex.join(["python", f"bench/{program}_perf.py", *arguments])
         options = Options(program=program, command=command, **{**given, **derived})
         _check_together(options)
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, EOFError) as problem:
         parser.error(str(problem))
     return options
 
@@ -233,13 +217,13 @@ def _derived(program: str, given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": device,
         "ranks": ranks,
-        "threads": given["threads"] or max(1, available_cores() // local),
+        "threads": given["threads"] or max(1, named.available_cores() // local),
     }
-    if program == LAYER:
+    if program == named.LAYER:
         found["dense"] = _DENSE[device]
-        keep = [keep_name(each) for each in given.pop("keep")]
+        keep = [named.keep_name(each) for each in given.pop("keep")]
         found["variants"] = tuple(
-            each for name in given["variants"] for each in (keep if name == OVERLAPPED else [name])
+            each for name in given["variants"] for each in (keep if name == named.OVERLAPPED else [name])
         )
     else:
         per_node = _ranks_per_node(given["ranks_per_node"], ranks)
@@ -258,8 +242,8 @@ def _derived(program: str, given: dict[str, Any]) -> dict[str, Any]:
             for exponent in (exponents if kind == "zipf" else (None,))
         )
     found["shapes"] = shapes = _shapes(program, given, ranks)
-    wide = all(shape.preset in WIDE for shape in shapes)
-    first = given.pop("min") or (WIDE_TOKENS if wide else 4096 if program == LAYER else 2048)
+    wide = all(shape.preset in named.WIDE for shape in shapes)
+    first = given.pop("min") or (named.WIDE_TOKENS if wide else 4096 if program == named.LAYER else 2048)
     found["sizes"] = sweep(first, given.pop("max") or first, given.pop("factor"))
     return found
 
@@ -317,19 +301,19 @@ def _known_baselines(program: str, device: str) -> tuple[str, ...]:
     backend = _BACKEND[device]
     own = (backend,) if program == "alltoall" else (backend, f"{backend}-tuned", f"{backend}-rows")
     symmetric = ("torch-symm",) if device == "cuda" and program != "alltoall" else ()
-    return (*BETWEEN_NODES, *_LINKS[device], *own, *symmetric)
+    return (*named.BETWEEN_NODES, *_LINKS[device], *own, *symmetric)
 
 
 def _baselines(program: str, device: str, nodes: int, text: str | None) -> tuple[str, ...]:
     if text is None:
         return ()
     known = _known_baselines(program, device)
-    left_out = ON_REQUEST if nodes > 1 else (*ON_REQUEST, *BETWEEN_NODES)
+    left_out = named.ON_REQUEST if nodes > 1 else (*named.ON_REQUEST, *named.BETWEEN_NODES)
     try:
         wanted = _list_of(_one_of(known), [name for name in known if name not in left_out])(text)
     except ArgumentTypeError as problem:
         raise ValueError(f"--baselines {problem}") from None
-    if nodes == 1 and (between := set(wanted) & set(BETWEEN_NODES)):
+    if nodes == 1 and (between := set(wanted) & set(named.BETWEEN_NODES)):
         raise ValueError(f"--baselines {min(between)} is for several nodes (--ranks-per-node)")
     return wanted
 
@@ -338,22 +322,22 @@ def _shapes(program: str, given: dict[str, Any], ranks: int) -> tuple[Shape, ...
     hidden, ffn, experts, topks = (given.pop(name, None) for name in ("hidden", "ffn", "experts", "topk"))
     if program == "alltoall":
         return (Shape(hidden=hidden or _OPERATION.hidden, experts=ranks, topk=1),)
-    named = [_OPERATION]
-    if program == LAYER:
-        named = [shape_of(word, ranks) for word in given.pop("presets")]
+    chosen = [_OPERATION]
+    if program == named.LAYER:
+        chosen = [named.shape_of(word, ranks) for word in given.pop("presets")]
     shapes = tuple(
         replace(shape, hidden=hidden or shape.hidden, ffn=ffn or shape.ffn, experts=count, topk=topk)
-        for shape in named
+        for shape in chosen
         for count in (experts or (shape.experts,))
         for topk in (topks or (shape.topk,))
     )
     for shape in shapes:
         if shape.topk > shape.experts:
             raise ValueError(f"--topk {shape.topk} is more than the {shape.experts} experts (--experts)")
-        if program != LAYER and shape.experts % ranks:
+        if program != named.LAYER and shape.experts % ranks:
             raise ValueError(f"--experts {shape.experts} cannot be shared evenly by {ranks} ranks (-g)")
         for flag, width in (("--hidden", shape.hidden), ("--ffn", shape.ffn)):
-            if program == LAYER and (width or 0) % _WIDTH_MULTIPLE:
+            if program == named.LAYER and (width or 0) % _WIDTH_MULTIPLE:
                 raise ValueError(f"{flag} {width} has to be a multiple of {_WIDTH_MULTIPLE}")
     return shapes
 
@@ -367,29 +351,27 @@ def _check_together(options: Options) -> None:
         (options.inject_error and not options.checks, "--inject-error needs a check to catch it: not -c 0"),
         (on_cpu and options.num_sms != (None,), "--num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
-        (on_cpu and options.wire is not None, "--wire is for GPUs (--device cuda)"),
-        (on_cpu and options.combine_wire is not None, "--combine-wire is for GPUs (--device cuda)"),
-        (
-            options.graph and options.kept_handle is not None,
-            "--graph is not for --kept-handle, whose backward autograd runs on the forward's stream",
-        ),
+        (on_cpu and (options.wire or options.combine_wire), "--wire, --combine-wire are for GPUs"),
+        (options.graph and options.kept_handle is not None, "--graph is not for --kept-handle"),
         (options.graph and exact, "--graph needs --capacity: exact sizes make the host wait"),
         (by_rank and options.alignment != 1, "--alignment is for --layout expert"),
         (by_rank and options.kept_handle == "weighted", "--kept-handle weighted is for --layout expert"),
         (not options.dequantize and options.wire is None, "--no-dequantize is for --wire fp8 and mxfp8"),
         (on_one_node and options.fabric_provider is not None, "--fabric-provider needs --ranks-per-node"),
-        (options.api == DEEP_EP and not plain, "--api deep_ep is not for --kept-handle and --wire"),
+        (options.api == named.DEEP_EP and not plain, "--api deep_ep is not for --kept-handle and --wire"),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
-        (
-            "layer" in options.ways and len(options.products) > 1,
-            "--products takes a list for other --ways than layer",
-        ),
+        ("layer" in options.ways and len(options.products) > 1, "--ways layer needs one of --products"),
     )
     for refused, text in refusals:
         if refused:
             raise ValueError(text)
+    for shape, (kind, _) in itertools.product(options.shapes, options.routings):
+        if kind.endswith(named.RECORDED):
+            from .inputs import read_ids  # late, since torch takes seconds
+
+            read_ids(kind, shape.topk, shape.experts)
     for shape, dtype in itertools.product(options.shapes, options.dtypes):
-        if (row_bytes := shape.hidden * DTYPES[dtype]) % 16:
+        if (row_bytes := shape.hidden * named.DTYPES[dtype]) % 16:
             raise ValueError(f"--hidden {shape.hidden} of {dtype} is {row_bytes} bytes, no multiple of 16")
     limit = options.limit_nodes
     if limit is None:

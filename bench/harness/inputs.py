@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .options import Options, Point
+from .options import RECORDED, Options, Point
 
 Ids = npt.NDArray[np.int32]
-Limit = tuple[int, int]  # of so many nodes the experts of a token are on at most so many
+Limit = tuple[int, int] | None  # of so many nodes the experts of a token are on at most so many
 SCALES = {"fp8": (128, torch.float32), "mxfp8": (32, torch.float8_e8m0fnu)}
 """Columns that share a scale, and its dtype, by the wire format."""
 # Streams keep the random numbers of different inputs apart.
@@ -28,12 +28,11 @@ def _rng(seed: int, *key: int) -> np.random.Generator:
     return np.random.default_rng([seed, _ROUTING, *key])
 
 
-def _limited(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit) -> npt.NDArray[np.float64]:
+def _limited(scores_TE: npt.NDArray[np.float64], topk: int, nodes: int, most: int) -> npt.NDArray[np.float64]:
     """The scores, minus infinity for experts of the nodes that a token may not use. It may use those whose
     topk / most highest scores add up to most (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
     """
     tokens, experts = scores_TE.shape
-    nodes, most = limit
     scores_TNE = scores_TE.reshape(tokens, nodes, experts // nodes)
     counted = min(max(topk // most, 1), scores_TNE.shape[2])
     node_TN = np.sort(scores_TNE, axis=2)[:, :, -counted:].sum(axis=2)
@@ -43,29 +42,23 @@ def _limited(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit) -> npt
     return np.where(allowed_TN[:, :, None], scores_TNE, -np.inf).reshape(tokens, experts)
 
 
-def _top_k(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit | None) -> Ids:
+def _top_k(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit) -> Ids:
     if limit is not None:
-        scores_TE = _limited(scores_TE, topk, limit)
+        scores_TE = _limited(scores_TE, topk, *limit)
     best = np.argpartition(-scores_TE, topk - 1, axis=1)[:, :topk]
     order = np.argsort(-np.take_along_axis(scores_TE, best, axis=1), axis=1, kind="stable")
     return np.take_along_axis(best, order, axis=1).astype(np.int32)
 
 
 @lru_cache(maxsize=128)  # a run looks at the same ids for each path, wire format and number of SMs
-def uniform(tokens: int, topk: int, experts: int, seed: int, rank: int, limit: Limit | None = None) -> Ids:
+def uniform(tokens: int, topk: int, experts: int, seed: int, rank: int, limit: Limit = None) -> Ids:
     """Every set of `topk` experts is equally likely; with a limit, of those that it leaves."""
     return _top_k(_rng(seed, tokens, rank).random((tokens, experts)), topk, limit)
 
 
 @lru_cache(maxsize=128)
 def zipf(
-    tokens: int,
-    topk: int,
-    experts: int,
-    seed: int,
-    rank: int,
-    exponent: float = 1.0,
-    limit: Limit | None = None,
+    tokens: int, topk: int, experts: int, seed: int, rank: int, exponent: float = 1.0, limit: Limit = None
 ) -> Ids:
     """The n-th most popular expert is drawn in proportion to 1 / n**exponent, without replacement within a
     token.
@@ -79,9 +72,24 @@ def zipf(
     return _top_k(gumbel - exponent * np.log(popularity), topk, limit)
 
 
-def one_hot(tokens: int, topk: int, experts: int) -> Ids:
-    """Every token of every rank wants experts 0 .. topk-1: the worst that routing can do to one rank."""
-    return np.broadcast_to(np.arange(topk, dtype=np.int32), (tokens, topk)).copy()
+def hot(tokens: int, topk: int, experts: int, seed: int, rank: int) -> Ids:
+    """Every token of every rank wants expert 0; its other experts are uniform."""
+    others = uniform(tokens, topk - 1, experts - 1, seed, rank) + 1 if topk > 1 else np.empty((tokens, 0))
+    return np.hstack((np.zeros((tokens, 1)), others)).astype(np.int32)
+
+
+@lru_cache(maxsize=16)
+def read_ids(file: str, topk: int, experts: int) -> Ids:
+    """The (N, K) ids in a file, as a router chose them. Raises ValueError for ids of other sizes."""
+    ids_NK = np.load(file)
+    if (
+        ids_NK.ndim != 2
+        or ids_NK.shape[1] != topk
+        or not ids_NK.size
+        or not ((ids_NK >= 0) & (ids_NK < experts)).all()
+    ):
+        raise ValueError(f"--routing {file} has shape {ids_NK.shape}, must have (N, {topk}) of {experts} ids")
+    return ids_NK.astype(np.int32)
 
 
 def balanced(tokens: int, topk: int, experts: int) -> Ids:
@@ -106,7 +114,15 @@ def topk_ids(options: Options, point: Point, rank: int) -> Ids:
         return zipf(*shape, options.seed, rank, point.zipf, limit)
     if point.routing == "uniform":
         return uniform(*shape, options.seed, rank, limit)
-    return one_hot(*shape) if point.routing == "one-hot" else balanced(*shape)
+    if point.routing == "hot":
+        return hot(*shape, options.seed, rank)
+    if point.routing.endswith(RECORDED):  # consecutive tokens from a place by the seed on, and round again
+        ids_NK = read_ids(point.routing, point.topk, point.experts)
+        first = int(_rng(options.seed).integers(len(ids_NK))) + rank * point.tokens
+        return ids_NK[(first + np.arange(point.tokens)) % len(ids_NK)]
+    if point.routing == "one-hot":  # experts 0 .. topk-1 alone: the worst that routing can do to one rank
+        return np.broadcast_to(np.arange(point.topk, dtype=np.int32), shape[:2])
+    return balanced(*shape)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ WIRES = ("fp8", "mxfp8")  # formats in which rows can travel
 MOECOMM = "moecomm"  # the path of an operation that is moecomm's own
 DEEP_EP = "deep_ep"  # the same by the module that stands in for DeepEP's
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-ROUTINGS = ("uniform", "zipf", "one-hot", "balanced")
-LAYER_ROUTINGS = ("uniform", "zipf", "balanced")
+LAYER_ROUTINGS = ("uniform", "zipf", "hot", "balanced")
+ROUTINGS = (*LAYER_ROUTINGS, "one-hot")
+RECORDED = ".npy"  # how the name of a file of recorded ids ends, which is a routing too
 
 # Baselines of operations. What --baselines without a list leaves out: on one node those between nodes, and
 # ON_REQUEST: torch-symm takes all symmetric memory of its process, gloo-rows is nccl-rows on a CPU,

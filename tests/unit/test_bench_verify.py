@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,8 @@ def one_case(flags: str, rank: int = 0, program: str = "dispatch") -> case.Case:
 
 
 def test_generated_ids_are_distinct_and_repeat_for_a_seed(seed: int) -> None:
-    made = [inputs.balanced(500, 4, 12), inputs.one_hot(500, 4, 12)]
+    made = [inputs.balanced(500, 4, 12), inputs.hot(500, 4, 12, seed, 0)]
+    assert (made[1][:, 0] == 0).all() and not inputs.hot(5, 1, 12, seed, 0).any()
     for make in (inputs.uniform.__wrapped__, inputs.zipf.__wrapped__):  # not what the cache has
         made += [make(500, 4, 12, seed, 1), make(500, 4, 12, seed, 1), make(500, 4, 12, seed, 2)]
         assert np.array_equal(made[-3], made[-2]) and not np.array_equal(made[-2], made[-1])
@@ -41,6 +44,17 @@ def test_generated_ids_are_distinct_and_repeat_for_a_seed(seed: int) -> None:
         np.bincount(make(4000, 1, 16, seed, 0).ravel()).max() / 4000 for make in (inputs.zipf, inputs.uniform)
     ]
     assert popular[0] > 0.2 and popular[1] < 0.1  # 1 / H_16 = 0.296 and 1 / 16 expected
+
+
+def test_recorded_ids_are_consecutive_tokens_of_the_file(tmp_path: Path, seed: int) -> None:
+    ids_NK = np.stack((np.arange(50), 50 + np.arange(50)), axis=1)
+    np.save(tmp_path / "ids.npy", ids_NK)
+    flags = f"--routing {tmp_path}/ids.npy --topk 2 --seed {seed} -b 30 -g 2 --experts "
+    both = np.concatenate([one_case(f"{flags}100", rank).ids_TK for rank in range(2)])
+    assert np.array_equal(both, ids_NK[(both[0, 0] + np.arange(60)) % 50])
+    for experts, name in (("98", "ids"), ("100", "none")):
+        with pytest.raises(SystemExit):
+            command_line.parse("dispatch", f"{flags}{experts}".replace("ids", name).split())
 
 
 @pytest.mark.parametrize("wire", inputs.SCALES)
