@@ -52,7 +52,7 @@ class MemoryPlan:
         lines += [f"{name:<18} {offset:>14} {size:>14}" for name, offset, size in self.sections]
         lines.append(f"{'total':<18} {'':>14} {self.total_bytes:>14}")
         lines.append(f"{'taken at once':<18} {'':>14} {self.committed_bytes:>14}")
-        lines.append(f"{'all ranks at once':<18} {'':>14} {self.committed_bytes * self.ranks:>14}")
+        lines.append(f"{'a node at once':<18} {'':>14} {self.committed_bytes * self.ranks:>14}")
         if self.host_bytes:
             lines.append(f"{'pinned host memory':<18} {'':>14} {self.host_bytes:>14}")
         return "\n".join(lines)
