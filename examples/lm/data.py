@@ -123,7 +123,7 @@ def split_files(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
         )
 
     def place(file: TextFile) -> int:
-        return zlib.crc32(file.name.encode())
+        return zlib.crc32(os.fsencode(file.name))
 
     held_out = [file for file in files if place(file) % HELD_OUT_ONE_IN == 0]
     if not held_out or len(held_out) == len(files):

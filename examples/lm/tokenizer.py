@@ -29,7 +29,7 @@ class LibraryTokenizer:
 
     def __init__(self, path: str) -> None:
         self._tokenizer: Any = load_tokenizer_file(path)
-        self.end_of_text = self._tokenizer.get_vocab_size()
+        self.end_of_text = max(self._tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
         self.vocab = self.end_of_text + 1
 
     def encode(self, data: bytes) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -107,6 +108,7 @@ def test_split_goes_by_name_alone(tree: Path) -> None:
     _, fewer = data.split_files([f for f in files if f != training[0]])
     assert fewer == held_out
     assert [len(each) for each in data.split_files(files[:2])] == [1, 1]
+    data.split_files([*files, data.TextFile(tree, os.fsdecode(b"caf\xe9.txt"))])  # in Latin-1
 
 
 def test_batches_are_slices_of_one_global_batch() -> None:
@@ -168,6 +170,8 @@ def test_library_tokenizer_or_a_clear_error(tmp_path: Path) -> None:
     ids = tokenizer.encode(text.encode())
     assert len(ids) < len(text)
     assert tokenizer.decode([*ids.tolist(), tokenizer.end_of_text]) == text
+    Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="b")).save(str(path))
+    assert make_tokenizer(str(path)).end_of_text == 8
     path.write_text("not json")
     with pytest.raises(UsageError):
         make_tokenizer(str(path))
