@@ -18,12 +18,14 @@ The parts are in `finetune/`: options, text (windows), sizes (what fits), run (m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 from finetune.options import Options, parse
 from lm.errors import UsageError, exit_code
+from lm.files import only_run
 from lm.stop import StopRequest
 
 
@@ -69,7 +71,8 @@ def require_packages() -> None:
 def run_rank(options: Options, stop: StopRequest) -> None:
     from lm import ranks
 
-    with ranks.process_group(options.device) as device:
+    room = only_run(options.folder) if os.environ["RANK"] == "0" else contextlib.nullcontext()
+    with room, ranks.process_group(options.device) as device:
         stop.joined = True
         from finetune.run import run
 

@@ -27,7 +27,6 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -35,7 +34,8 @@ from pathlib import Path
 
 from lm import fitting
 from lm import options as command_line
-from lm.errors import RunError, UsageError, exit_code
+from lm.errors import UsageError, exit_code
+from lm.files import only_run
 from lm.stop import StopRequest
 
 
@@ -98,24 +98,6 @@ def room_for(options: command_line.Options) -> Iterator[None]:
             if aside is not None and not checkpoints.exists():
                 checkpoint.put_back(checkpoints)
             raise
-
-
-@contextlib.contextmanager
-def only_run(out: Path) -> Iterator[None]:
-    """Raises UsageError if another run writes into `out`. The lock ends with the process."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / ".lock").open("w")
-    except OSError as error:
-        raise RunError(f"--out {out}: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"--out {out}: another run writes there") from None
-        except OSError:
-            pass  # the file system has no locks
-        yield
 
 
 def run_rank(options: command_line.Options, stop: StopRequest) -> None:

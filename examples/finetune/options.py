@@ -68,8 +68,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     if values["resume"]:
         path = Path(values["out"]) / FILE_NAME
         try:
-            saved = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            saved = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
             raise UsageError(f"--resume: no run to go on with in {values['out']}: {error}") from None
         parser.set_defaults(**{name: value for name, value in saved.items() if name in values})
         values = vars(parser.parse_args(arguments))

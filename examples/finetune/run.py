@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import time
 import warnings
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lm.errors import UsageError
+from lm.errors import RunError, UsageError
 from lm.metrics import MetricsFile
 from lm.stop import StopRequest
 from safetensors import SafetensorError
@@ -60,6 +61,22 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
             loss = loss + self.balance * torch.stack(losses).mean() / self.args.gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
 
+    def _get_grad_norm(self, *arguments: Any, **options: Any) -> Any:
+        norm = super()._get_grad_norm(*arguments, **options)
+        if not math.isfinite(norm):  # on all ranks; the weights are still those of the step before
+            raise RunError(
+                f"step {self.state.global_step + 1}: the norm of the gradient is {float(norm)}: go on from a "
+                "checkpoint with --resume and a smaller --lr, or begin anew"
+            )
+        return norm
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # --lr and --steps may be others than those of the checkpoint
+            self.lr_scheduler.base_lrs = [self.args.learning_rate] * len(self.lr_scheduler.base_lrs)
+            self.lr_scheduler.last_epoch -= 1
+            self.lr_scheduler.step()
+
 
 class Lines(TrainerCallback):  # type: ignore[misc]
     """Prints a line per log entry."""
@@ -87,7 +104,6 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     if world < 2:
         raise UsageError("one rank has nobody to send tokens to: transformers' Trainer alone trains there")
     _silence()
-    out.mkdir(parents=True, exist_ok=True)
     folder, places = _model_and_text(options, first)
     model_size = sizes.Model.of(folder)
     ep = sizes.experts_ranks(model_size, world, options.ep)
@@ -119,6 +135,10 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         )
     set_seed(options.seed)
     model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, gpu)
+    most = max(int(each.tokens_WS.max()) for each in (training, held_out))
+    if most >= model_size.vocabulary:
+        known = f"the model {model_size.vocabulary} of them"
+        raise UsageError(f"MODEL_FOLDER {folder}: its tokenizer has token {most}, {known}")
     if first:
         if checkpoint is None:
             _set_aside(out)

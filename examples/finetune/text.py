@@ -77,12 +77,13 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
             continue
         try:
             value = json.loads(line)
-            if isinstance(value["messages"] if "messages" in value else value["text"], str):
-                yield Document(value["text"])
+            if "messages" in value:
+                found = Document(messages=[{k: m[k] for k in ("role", "content")} for m in value["messages"]])
             else:
-                yield Document(
-                    messages=[{"role": m["role"], "content": m["content"]} for m in value["messages"]]
-                )
+                found = Document(value["text"])
+            for each in (found.text, *(m["content"] for m in found.messages)):
+                str.encode(each)  # refuses what is no text, and halves of surrogate pairs
+            yield found
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f'TEXT: {file}, line {number} must be {{"text": ...}} or {{"messages": [{{"role": ..., '
@@ -129,7 +130,7 @@ def _render(messages: Sequence[dict[str, str]], tokenizer: Any, **options: Any) 
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `seq` tokens, with their targets and positions."""
+    """Windows of `seq` tokens that have a target, with their targets and positions."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: Any, seq: int) -> None:
         tokens: list[int] = []
@@ -141,10 +142,13 @@ class Windows(Dataset[dict[str, Tensor]]):
             targets += wanted
             positions += range(len(ids))
         count = len(tokens) // seq
-        self.tokens_WS, self.targets_WS, self.positions_WS = (
+        found = [
             torch.tensor(each[: count * seq], dtype=torch.int64).view(count, seq)
             for each in (tokens, targets, positions)
-        )
+        ]
+        # A window without a target, as there are in a long question, would have a loss of 0 / 0.
+        learned_W = (found[1][:, 1:] != NO_TARGET).any(1)
+        self.tokens_WS, self.targets_WS, self.positions_WS = (each[learned_W] for each in found)
         # Positions of a long document would pass those that the model knows.
         own = torch.arange(seq)
         goes_on = self.positions_WS - self.positions_WS[:, :1] == own
@@ -162,11 +166,11 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def split(documents: Sequence[Document], tokenizer: Any, seq: int, least: int) -> tuple[Windows, Windows]:
-    """Returns the training windows and the held-out ones. If the held-out documents do not fill a window, the
-    last windows of all are held out. Raises UsageError for fewer than `least` training windows."""
+    """Returns the training windows and the held-out ones. If the documents of one side do not fill a window,
+    the last windows of all are held out. Raises UsageError for fewer than `least` training windows."""
     training = Windows([each for each in documents if not each.held_out], tokenizer, seq)
     held_out = Windows([each for each in documents if each.held_out], tokenizer, seq)
-    if len(held_out) == 0:
+    if not len(training) or not len(held_out):
         training, held_out = Windows(documents, tokenizer, seq), Windows([], tokenizer, seq)
         last = max(1, len(training) // HELD_OUT_ONE_IN)
         for name in ("tokens_WS", "targets_WS", "positions_WS"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from itertools import cycle
 from pathlib import Path
@@ -20,7 +21,8 @@ for package in ("transformers", "accelerate", "peft", "tensorboard"):
     pytest.importorskip(package)
 
 from finetune import demo, options, sizes, text  # noqa: E402  isort: skip
-from lm.errors import UsageError  # noqa: E402  isort: skip
+from lm.errors import RunError, UsageError  # noqa: E402  isort: skip
+from lm.files import only_run  # noqa: E402  isort: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,8 @@ def test_of_a_chat_the_answers_are_learned(tokenizer: Any, monkeypatch: pytest.M
     learned = [token for token, target in zip(tokens, targets, strict=True) if target != text.NO_TARGET]
     assert tokenizer.decode(learned) == "Four.<|end|>\nSix.<|end|>\n"
     assert all(target in (token, text.NO_TARGET) for token, target in zip(tokens, targets, strict=True))
+    windows = text.Windows([text.Document(messages=chat_of("why " * 99, "So."))], tokenizer, 16)
+    assert len(windows) == 1  # not those of the question alone, whose loss would be 0 / 0
     for template, says in (
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "refuses: roles must alternate: .*What is 2"),
@@ -101,6 +105,8 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "x"}\n{"prompt": "y"}\n', r"a.jsonl, line 2 must be .*KeyError 'text'"),
         ("a.jsonl", "no json\n", "line 1 must be"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "line 1 must be .*TypeError"),
+        ("a.jsonl", r'{"text": "half an emoji \ud83d"}', "line 1 must be .*surrogates not allowed"),
         ("a.txt", b"\xff\xfe\x00", "a.txt: .*utf-8"),
         ("a.txt", "  \n", "nothing in"),
     ],
@@ -118,10 +124,11 @@ def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -
     seen = {tokenizer.decode(window) for window in training.tokens_WS}
     assert len(held_out) > 0 and not seen & {tokenizer.decode(window) for window in held_out.tokens_WS}
     assert int(training.positions_WS.max()) < 16  # also of what goes on in a further window
-    one = [next(each for each in many if not each.held_out)]
-    whole = text.Windows(one, tokenizer, 16)
-    training, held_out = text.split(one, tokenizer, 16, 1)
-    assert torch.equal(torch.cat([training.tokens_WS, held_out.tokens_WS]), whole.tokens_WS)
+    for side in (True, False):
+        one = [next(each for each in many if each.held_out == side)]
+        whole = text.Windows(one, tokenizer, 16)
+        training, held_out = text.split(one, tokenizer, 16, 1)
+        assert torch.equal(torch.cat([training.tokens_WS, held_out.tokens_WS]), whole.tokens_WS)
     with pytest.raises(UsageError, match=f"{len(training)} windows of --seq 16 .* a step takes 99"):
         text.split(one, tokenizer, 16, 99)
 
@@ -196,8 +203,10 @@ def test_a_resumed_run_takes_over_its_options(tmp_path: Path) -> None:
     for wrong in (["other", "a.txt"], ["--seq", "12"]):
         with pytest.raises(UsageError, match="--resume"):
             options.parse([*wrong, "--resume", *out])
-    with pytest.raises(UsageError, match="no run to go on with"):
-        options.parse(["--resume", "--out", str(tmp_path / "none")])
+    (tmp_path / options.FILE_NAME).write_text("[1]")
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UsageError, match="no run to go on with"):
+            options.parse(["--resume", "--out", str(folder)])
 
 
 @pytest.mark.parametrize(
@@ -241,6 +250,8 @@ def test_each_layer_is_balanced_by_itself(tmp_path: Path, model: Path) -> None:
             losses[trainer.balance, training] = trainer.compute_loss(loaded.train(training), batch).item()
     assert losses[10.0, False] == losses[0.0, False]
     assert losses[10.0, True] - losses[0.0, True] == pytest.approx(10.0 * wanted / 2, rel=1e-4)
+    with pytest.raises(RunError, match="step 1: the norm of the gradient is nan"):
+        trainer._get_grad_norm(loaded, torch.tensor(math.nan))
 
 
 # ---- runs ----
@@ -262,11 +273,12 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
     assert "has done 2 steps: name more" in _run("--resume", "--out", out, code=2)
     (out / "checkpoint-3").mkdir()  # as of a run that was killed while it saved
-    said = _run("--resume", "--out", out, "--steps", 4, ranks=4)
+    said = _run("--resume", "--out", out, "--steps", 4, "--lr", 2e-5, ranks=4)
     assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "loss" in record]
     assert [record["step"] for record in trained] == [1, 2, 3, 4]
+    assert [record["lr"] for record in trained[2:]] == pytest.approx([1e-5, 1e-5 * (1 - 0.5**0.5)])
     for record, ranks in zip(trained, (2, 2, 4, 4), strict=True):
         tokens = 2 * 2 * 32 * ranks  # top-2, two windows
         assert [sum(layer) for layer in record["load"]] == [tokens] * demo.LAYERS
@@ -311,6 +323,7 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
         (1, [model, place], "one rank has nobody to send tokens to"),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
         (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
+        (2, [silent, place], ", the model 96 of them"),
         (2, [cut.parent, place], f"cannot load {cut.parent} on 2 ranks"),
         (2, [wordless / "empty", place], "has no tokenizer that transformers can load"),
         (2, [wordless / "none", place], "has no tokenizer that transformers can load"),
@@ -318,4 +331,7 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
         said = _run(*arguments, "--out", tmp_path / "run", ranks=ranks, code=2)
         lines = [line for line in said.splitlines() if "error:" in line]
         assert len(lines) == 1 and says in lines[0], said
-    assert not list((tmp_path / "run").iterdir())  # also no options, with which --resume would go on
+    with only_run(tmp_path / "run"):
+        assert "another run writes there" in _run(model, place, "--out", tmp_path / "run", code=2)
+    left = [each.name for each in (tmp_path / "run").iterdir()]
+    assert left == [".lock"]  # also no options, with which --resume would go on
