@@ -150,11 +150,15 @@ class Trainer:
             if self.skipped:
                 found = f"no checkpoint has its last {self.skipped} steps, which were left out"
             self._say(f"stopped at step {self.run_state.step}; {found}; go on with --resume")
-        if options.sample and not stopped:
-            self._sample()
+        sample = self._sample() if options.sample and not stopped else None
         if self.ranks.first:
-            plots.draw_loss(self.metrics.records, self.out / "loss.png")
-            plots.draw_expert_load(self.metrics.records, self.out / "expert_load.png")
+            try:
+                if sample is not None:
+                    (self.out / "sample.txt").write_text(sample + "\n", encoding="utf-8")
+                plots.draw_loss(self.metrics.records, self.out / "loss.png")
+                plots.draw_expert_load(self.metrics.records, self.out / "expert_load.png")
+            except OSError as error:  # a full disk takes no result from a run that has ended well
+                self._say(f"--out {self.out}: {error}")
             self.metrics.close()
         if self.graphed is not None:
             self._say(self.graphed.report())
@@ -300,7 +304,7 @@ class Trainer:
         progress.note(f"validation at step {step}: {value:.4f} nats (unigram {self.corpus.unigram:.4f})")
         return value
 
-    def _sample(self) -> None:
+    def _sample(self) -> str:
         tokenizer = self.corpus.tokenizer
         prompt = tokenizer.encode(self.options.prompt.encode()).tolist() or [tokenizer.end_of_text]
         with self.sharding.evaluation() if self.sharding else nullcontext():
@@ -313,9 +317,8 @@ class Trainer:
                 device=self.ranks.device,
             )
         text = tokenizer.decode(tokens)
-        if self.ranks.first:
-            (self.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
         self._say(f"sample:\n{text}")
+        return text
 
     def _begin_output_alike(self) -> None:
         """Creates the run's files in the first rank. Raises RunError on all ranks if that fails."""

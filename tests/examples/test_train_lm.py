@@ -108,8 +108,10 @@ def test_sample_goes_on_from_the_prompt(base_run: BaseRun) -> None:
 
 
 def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> None:
+    (half_run / "loss.png").unlink()
+    (half_run / "loss.png").mkdir()
     done = train("--resume", "--out", half_run, "--note", "left out: nothing")
-    assert "resumed at step 40" in done.out
+    assert "resumed at step 40" in done.out and "Is a directory" in done.out
     said = done.out.splitlines()
     assert said[0] == said[-2] == "left out: nothing"
     assert losses(half_run) == losses(base_run.folder)
