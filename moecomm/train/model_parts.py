@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moecomm.arguments import require_module
@@ -35,6 +36,8 @@ class ModelParts:
         self._shares: dict[MoELayer, Shares] = {}
         seen: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():  # marks the experts' parameters
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves the outermost unit unsharded, without gradients
             self.modules[module] = prefix
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in seen:

@@ -77,6 +77,8 @@ def test_norms_of_all_orders(rank: int, world: int, ep: int, how: str, seed: int
         layer = layer_with_gradients(rank, world, ep, how, seed)
         with layer.comm:
             want = gradients_of_all(layer, ep)
+            with torch.no_grad():  # an evaluation, after which FSDP2's outermost unit stays unsharded
+                layer(torch.ones(1, 16, dtype=torch.float64))
             norms = grad_norms(layer, norm_type=order)
             assert norms.keys() == dict(layer.named_parameters()).keys()
             for name, norm in norms.items():
