@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lm.checkpoint import in_one_line
 from lm.errors import RunError, UsageError
 from lm.metrics import MetricsFile
 from lm.stop import StopRequest
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -70,12 +74,26 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
             )
         return norm
 
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        with _written(f"the checkpoint of step {self.state.global_step}"):
+            super()._save_checkpoint(*arguments, **options)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:  # --lr and --steps may be others than those of the checkpoint
             self.lr_scheduler.base_lrs = [self.args.learning_rate] * len(self.lr_scheduler.base_lrs)
             self.lr_scheduler.last_epoch -= 1
             self.lr_scheduler.step()
+
+
+@contextlib.contextmanager
+def _written(what: str) -> Iterator[None]:
+    """Raises RunError if it cannot be written, as on a full disk."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        why = in_one_line(error, int(os.environ.get("RANK", 0)))
+        raise RunError(f"{what} could not be written: {why}") from error
 
 
 class Lines(TrainerCallback):  # type: ignore[misc]
@@ -182,7 +200,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         evaluated = [trainer.evaluate()]
     loss = evaluated[-1]["eval_loss"]
     sample = _sample(trainer.model, tokenizer, held_out, options)
-    trainer.save_model(str(out / "model"))
+    with _written(str(out / "model")):
+        trainer.save_model(str(out / "model"))
     memory = [0] * world
     dist.all_gather_object(memory, peak_memory(device))
     if metrics is not None:

@@ -124,7 +124,7 @@ class Saver:
             return
         self._written = self._path = None
         error = written.exception()
-        said = None if error is None else _in_one_line(error, self._ranks.rank)
+        said = None if error is None else in_one_line(error, self._ranks.rank)
         errors: list[str | None] = [None] * self._ranks.world
         dist.all_gather_object(errors, said, group=self._group)
         problems = [each for each in errors if each is not None]
@@ -285,7 +285,7 @@ def _described(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def _in_one_line(error: BaseException, rank: int) -> str:
+def in_one_line(error: BaseException, rank: int) -> str:
     """Returns an error of a rank with its number, or the first of the errors that
     torch.distributed.checkpoint has collected from all ranks."""
     failures = getattr(error, "failures", None)

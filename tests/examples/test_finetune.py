@@ -252,6 +252,9 @@ def test_each_layer_is_balanced_by_itself(tmp_path: Path, model: Path) -> None:
     assert losses[10.0, True] - losses[0.0, True] == pytest.approx(10.0 * wanted / 2, rel=1e-4)
     with pytest.raises(RunError, match="step 1: the norm of the gradient is nan"):
         trainer._get_grad_norm(loaded, torch.tensor(math.nan))
+    (tmp_path / "checkpoint-0").touch()
+    with pytest.raises(RunError, match="checkpoint of step 0 could not be written: rank 0: FileExistsError"):
+        trainer._save_checkpoint(loaded, None)
 
 
 # ---- runs ----
