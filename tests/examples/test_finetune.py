@@ -335,6 +335,6 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
         lines = [line for line in said.splitlines() if "error:" in line]
         assert len(lines) == 1 and says in lines[0], said
     with only_run(tmp_path / "run"):
-        assert "another run writes there" in _run(model, place, "--out", tmp_path / "run", code=2)
+        assert "another run writes there" in _run(model, place, "--out", tmp_path / "run", ranks=1, code=2)
     left = [each.name for each in (tmp_path / "run").iterdir()]
     assert left == [".lock"]  # also no options, with which --resume would go on
