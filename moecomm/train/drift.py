@@ -108,6 +108,12 @@ def router_bits(layers: Iterable[MoELayer], place: torch.device) -> tuple[Tensor
     return found, before is not None
 
 
+def forget_bits(layers: Iterable[MoELayer]) -> None:
+    """Makes the next call of `router_bits` a first one. Weights that drifted apart may be equal by then."""
+    for layer in layers:
+        _taken.pop(layer, None)
+
+
 _taken: weakref.WeakKeyDictionary[MoELayer, tuple[Tensor, torch.cuda.Event | None]]
 _taken = weakref.WeakKeyDictionary()
 """The checksum that `router_bits` took for a layer last."""

@@ -22,7 +22,7 @@ from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, ranks_of_shards
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders
-from moecomm.train.drift import router_bits
+from moecomm.train.drift import forget_bits, router_bits
 from moecomm.train.model_parts import ModelParts, local
 from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal
 from moecomm.types import AnyGroup, Group, as_group
@@ -85,6 +85,7 @@ def sync_gradients(
     group, expert_group = model_group(parts.layers, group, folding), as_group(expert_group, "expert_group")
     about = "ranks average different parameters"
     if not agree(group, parts.device, about, check, lambda place: router_bits(parts.layers, place)):
+        forget_bits(parts.layers)
         raise MismatchedArguments(
             "a router's weights differ between ranks, and so will other parameters that all ranks share: "
             "these must start the same (torch.manual_seed alike, or load one state) and change by the same. "

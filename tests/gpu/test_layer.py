@@ -262,6 +262,9 @@ def test_gradients_by_nccl_are_compared_by_hosts(rank: int, world_size: int, see
     synchronise()
     with pytest.raises(MismatchedArguments, match="a router's weights differ"):
         synchronise()
+    dist.broadcast(layer.router.weight.data, 0, group)
+    synchronise()
+    layer.router.weight.data[0, 0] += rank
     twin = copy.deepcopy(layer)  # of which nothing is known, so that the first call tells
     with pytest.raises(MismatchedArguments, match="a router's weights differ"):
         sync_gradients(twin, group)
