@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from moecomm.nn import (
     set_loss_scale,
     sharded_state,
 )
+from moecomm.train import drift
 
 SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 4, "top_k": 2}
 CONFIG = MoEConfig(**SIZES, ffn_hidden=8, init_std=0.5)
@@ -432,3 +434,21 @@ def test_a_pass_is_one_function_outside_of_hooks(
     layer(x_TH).sum().backward()
     for one, other in zip(found, layer.parameters(), strict=True):
         assert one is not None and other.grad is not None and torch.equal(one, other.grad)
+
+
+def test_the_checksum_of_a_router_on_a_gpu_is_one_call_late(
+    comm: moecomm.Communicator, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """tests/gpu/test_layer.py has the real thing."""
+    layer, place = made(comm, seed), torch.device("cpu")
+    monkeypatch.setattr(drift, "bits_of", lambda weight: SimpleNamespace(is_cuda=True, value=weight[0, 0]))
+    monkeypatch.setattr(drift, "_on_host", lambda bits: (bits.value.detach().clone(), None))
+
+    def next_bits(value: float) -> tuple[float, bool]:
+        layer.router.weight.data[0, 0] = value
+        bits, earlier = drift.router_bits([layer], place) or (torch.tensor(torch.nan), False)
+        return bits.item(), earlier
+
+    assert [next_bits(value) for value in (1, 2, 3)] == [(1, False), (1, True), (2, True)]
+    drift.forget_bits([layer])
+    assert [next_bits(value) for value in (4, 5)] == [(4, False), (4, True)]
