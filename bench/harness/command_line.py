@@ -346,21 +346,22 @@ def _check_together(options: Options) -> None:
     """Refuses what single flags allow and together makes no sense."""
     on_cpu, on_one_node = options.device == "cpu", options.nodes == 1
     exact, by_rank = options.capacity is None, options.layout == "rank"
-    plain = options.kept_handle is None and options.wire is None
+    kept, by_deep_ep = options.kept_handle is not None, options.api == named.DEEP_EP
+    whole, wire = "layer" in options.ways, options.wire or options.combine_wire
     refusals = (
         (options.inject_error and not options.checks, "--inject-error needs a check to catch it: not -c 0"),
         (on_cpu and options.num_sms != (None,), "--num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
-        (on_cpu and (options.wire or options.combine_wire), "--wire, --combine-wire are for GPUs"),
-        (options.graph and options.kept_handle is not None, "--graph is not for --kept-handle"),
+        (on_cpu and wire, "--wire and --combine-wire are for GPUs (--device cuda)"),
+        (options.graph and kept, "--graph: not with --kept-handle, whose backward has the forward's stream"),
         (options.graph and exact, "--graph needs --capacity: exact sizes make the host wait"),
         (by_rank and options.alignment != 1, "--alignment is for --layout expert"),
         (by_rank and options.kept_handle == "weighted", "--kept-handle weighted is for --layout expert"),
         (not options.dequantize and options.wire is None, "--no-dequantize is for --wire fp8 and mxfp8"),
         (on_one_node and options.fabric_provider is not None, "--fabric-provider needs --ranks-per-node"),
-        (options.api == named.DEEP_EP and not plain, "--api deep_ep is not for --kept-handle and --wire"),
+        (by_deep_ep and (kept or options.wire), "--api deep_ep is not for --kept-handle and --wire"),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
-        ("layer" in options.ways and len(options.products) > 1, "--ways layer needs one of --products"),
+        (whole and len(options.products) > 1, "--products takes a list for other --ways than layer"),
     )
     for refused, text in refusals:
         if refused:

@@ -1,9 +1,10 @@
-"""Detects when weights that all ranks share drift apart under DistributedDataParallel, because each rank
-clips gradients by the norm of its own experts or one rank skips a step.
+"""Detects when weights that all ranks share drift apart, because each rank clips gradients by the norm of its
+own experts or one rank skips a step.
 
-A checksum of a router's weight (its bits, added up) stands for all weights that ranks share. It is added to
-the layer's number, which every dispatch compares between ranks anyway, so that no rank waits for another.
-The checksum is that of an earlier step, so that no host waits for its device.
+A checksum of a router's weight (its bits, added up) stands for all weights that ranks share. It is that of an
+earlier step, so that no host waits for its device. `sync_gradients` compares it between ranks. Under
+DistributedDataParallel it is added to the layer's number, which every dispatch compares between ranks anyway,
+so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import built_layers
 from moecomm.train.replicas import ranks_of
 
+_Taken = tuple[Tensor, torch.cuda.Event | None]
+"""A checksum in host memory, and the event after which it is there (None: at once)."""
 _FIRST, _EVERY = 8, 64
 """The checksum is taken in the first 8 steps, and afterwards in two of every 64 steps."""
 
@@ -33,7 +36,7 @@ class Drift:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._taken: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._taken: _Taken | None = None
 
     def note_step(self, layer: MoELayer, weight: Tensor) -> None:
         """At some steps (`_EVERY`): adds the last checksum to the layer's number, and takes a new one."""
@@ -41,10 +44,7 @@ class Drift:
         if self._steps > _FIRST and self._steps % _EVERY > 1:
             return
         if self._taken is not None:
-            bits, event = self._taken
-            if event is not None:
-                event.synchronize()
-            number = layer._number + int(bits) % MOST_CALLERS
+            number = layer._number + int(_arrived(self._taken)) % MOST_CALLERS
             layer._caller = caller_of(number, values_that_agree(layer.config))
         self._taken = _on_host(bits_of(weight))
 
@@ -77,7 +77,7 @@ def bits_of(weight: Tensor) -> Tensor:
     return weight.detach().contiguous().view(kinds[weight.element_size()]).sum()
 
 
-def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def _on_host(bits: Tensor) -> _Taken:
     """Returns host memory for the checksum, and the event after which it is there (None: at once)."""
     if bits.device.type != "cuda":
         return bits, None
@@ -86,6 +86,14 @@ def _on_host(bits: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(bits.device))
     return there, event
+
+
+def _arrived(taken: _Taken) -> Tensor:
+    """Waits for a checksum of `_on_host`, and returns it."""
+    bits, event = taken
+    if event is not None:
+        event.synchronize()
+    return bits
 
 
 def router_bits(layers: Iterable[MoELayer], place: torch.device) -> tuple[Tensor, bool] | None:
@@ -102,10 +110,7 @@ def router_bits(layers: Iterable[MoELayer], place: torch.device) -> tuple[Tensor
         return bits.to(place), False
     before = _taken.get(layer)
     now = _taken[layer] = _on_host(bits)
-    found, event = before or now
-    if event is not None:
-        event.synchronize()
-    return found, before is not None
+    return _arrived(before or now), before is not None
 
 
 def forget_bits(layers: Iterable[MoELayer]) -> None:
@@ -114,8 +119,7 @@ def forget_bits(layers: Iterable[MoELayer]) -> None:
         _taken.pop(layer, None)
 
 
-_taken: weakref.WeakKeyDictionary[MoELayer, tuple[Tensor, torch.cuda.Event | None]]
-_taken = weakref.WeakKeyDictionary()
+_taken: weakref.WeakKeyDictionary[MoELayer, _Taken] = weakref.WeakKeyDictionary()
 """The checksum that `router_bits` took for a layer last."""
 
 

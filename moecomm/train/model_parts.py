@@ -21,7 +21,7 @@ from moecomm.parallel.spread import Shares, shares_of
 class ModelParts:
     """A model's modules, layers and parameters as they are at one moment. Each walk over a model of 48 layers
     takes the host milliseconds, so a call makes one and hands it on. Raises InvalidArgument if `model` is no
-    nn.Module.
+    nn.Module. Reshards FSDP2's units first, so that parameters are those that have gradients.
 
     Attributes:
         modules: all modules, each once, with its first name.

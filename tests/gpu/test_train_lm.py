@@ -76,17 +76,8 @@ def test_in_bfloat16(
     how: str,
 ) -> None:
     require_gpus(2)
-    arguments = [
-        *RUN,
-        *how.split(),
-        "--dtype=bfloat16",
-        "--device",
-        "cuda",
-        "--ranks",
-        "2",
-        "--data",
-        text_folder,
-    ]
+    flags = f"{how} --dtype bfloat16 --device cuda --ranks 2 --data".split()
+    arguments = [*RUN, *flags, text_folder]
     done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", "--sample", "5", gpus=True)
     assert done.code == 0, done.err
     difference = (torch.tensor(_losses(tmp_path / "run")) - torch.tensor(cpu_losses)).abs()

@@ -29,8 +29,9 @@ def one_case(flags: str, rank: int = 0, program: str = "dispatch") -> case.Case:
 
 
 def test_generated_ids_are_distinct_and_repeat_for_a_seed(seed: int) -> None:
-    made = [inputs.balanced(500, 4, 12), inputs.hot(500, 4, 12, seed, 0)]
-    assert (made[1][:, 0] == 0).all() and not inputs.hot(5, 1, 12, seed, 0).any()
+    one_hot = one_case("--routing one-hot --experts 12 --topk 4 -b 500").ids_TK
+    made = [one_hot, inputs.balanced(500, 4, 12), inputs.hot(500, 4, 12, seed, 0)]
+    assert (made[2][:, 0] == 0).all() and not inputs.hot(5, 1, 12, seed, 0).any()
     for make in (inputs.uniform.__wrapped__, inputs.zipf.__wrapped__):  # not what the cache has
         made += [make(500, 4, 12, seed, 1), make(500, 4, 12, seed, 1), make(500, 4, 12, seed, 2)]
         assert np.array_equal(made[-3], made[-2]) and not np.array_equal(made[-2], made[-1])
