@@ -87,6 +87,7 @@ class Trainer:
         set_loss_scale(self.model, 1 / options.microbatches)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
+        self.batches: dict[int, torch.Tensor] = {}  # by step: the one that is made ahead
         self.graphed = (
             build_graphed_step(self._forward_backward, self.model, self.comm) if options.graph else None
         )
@@ -195,23 +196,17 @@ class Trainer:
         measured &= step in (1, options.steps) or step % options.log_every == 0
         measure_layers(self.model, measured)
         self.comm.reset_stats()
-        first = self.ranks.place.dp * self.local_batch
-        tokens_BS = data.training_batch(
-            self.corpus.training_N,
-            seed=options.seed,
-            step=step,
-            batch=options.batch,
-            seq=options.seq,
-            part=slice(first, first + self.local_batch),
-        )
-        if self.ranks.device.type == "cuda":  # from pinned memory, for whose copy the host does not wait
-            tokens_BS = tokens_BS.pin_memory().to(self.ranks.device, non_blocking=True)
+        tokens_BS = self.batches.pop(step, None)
+        if tokens_BS is None:
+            tokens_BS = self._batch(step)
         with self.sharding.step() if self.sharding else nullcontext():
             loss_now, load_AE, travelled = self._accumulate(tokens_BS, measured)
         backward_weights(self.model)  # the weight gradients that --delay-wgrad has put off
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
         norm_now = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group)
+        if step < options.steps:  # the host would only wait now
+            self.batches = {step + 1: self._batch(step + 1)}
         loss, norm, load_AE = on_host(loss_now, norm_now, load_AE)
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         rate = learning_rate(step, options)
@@ -236,6 +231,21 @@ class Trainer:
         seconds = time.perf_counter() - began
         self.totals.add(totals, tokens=options.batch * options.seq, wall_seconds=seconds)
         return self._record(step, totals, rate=rate, norm=norm, seconds=seconds), totals.stop
+
+    def _batch(self, step: int) -> torch.Tensor:
+        """Returns this rank's windows of a step, (B, S + 1) int64 on its device."""
+        options, first = self.options, self.ranks.place.dp * self.local_batch
+        tokens_BS = data.training_batch(
+            self.corpus.training_N,
+            seed=options.seed,
+            step=step,
+            batch=options.batch,
+            seq=options.seq,
+            part=slice(first, first + self.local_batch),
+        )
+        if self.ranks.device.type == "cuda":  # from pinned memory, for whose copy the host does not wait
+            tokens_BS = tokens_BS.pin_memory().to(self.ranks.device, non_blocking=True)
+        return tokens_BS
 
     def _forward_backward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         loss = self._cross_entropy(tokens_BS) / self.options.microbatches

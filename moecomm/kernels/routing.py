@@ -40,12 +40,12 @@ class Routed(NamedTuple):
 
 
 def routes_here(x_TH: Tensor, weight_EH: Tensor, top_k: int) -> bool:
-    """Returns whether `route` takes these tensors: on CUDA, outside of torch.compile, a router's weight in
-    float32, at most 1024 experts and 32 choices."""
+    """Returns whether `route` takes these tensors: on CUDA, outside of torch.compile, of float32 at most, at
+    most 1024 experts and 32 choices."""
     return (
         x_TH.is_cuda
         and x_TH.dtype in _INPUTS
-        and weight_EH.dtype is torch.float32
+        and weight_EH.dtype in _INPUTS
         and type(weight_EH) in (Tensor, torch.nn.Parameter)
         and weight_EH.shape[0] <= MOST_EXPERTS
         and top_k <= MOST_CHOICES
@@ -66,13 +66,14 @@ def route(
 
     Args:
         x_TH: (T, H) bfloat16, float16 or float32.
-        weight_EH: (E, H) float32.
-        bias_E: (E,) float32, added to the logits.
+        weight_EH: (E, H) float32; bfloat16 and float16 are cast.
+        bias_E: (E,) of the weight's dtype, added to the logits.
         balancing_E: (E,) float32, added to the numbers by which experts are chosen.
         rule: how weights are made.
         given_TK: (T, K) int32, the experts of the first forward, if a checkpoint computes that forward again.
             The second forward has to keep as many tensors as the first.
     """
+    weight_EH, bias_E = weight_EH.to(torch.float32), None if bias_E is None else bias_E.to(torch.float32)
     found: tuple[Tensor, ...] = _Route.apply(x_TH, weight_EH, bias_E, balancing_E, rule, given_TK)  # type: ignore[no-untyped-call]
     return Routed(*found)
 

@@ -318,18 +318,20 @@ TEST(division_of_a_combine) {
   for (const int ranks : {1, 2, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
       const gpu::Heuristics h = choose(budget, ranks, 8, 14336);
-      for (const gpu::CombineBlocks& blocks :
-           {h.combine(false, false), h.combine(true, false), h.combine(false, true), h.combine(true, true)}) {
-        CHECK(blocks.reduce >= 1 && blocks.sum >= 1 && blocks.reduce <= 34);
-        for (const int list : {blocks.reduce_list, blocks.sum_list})
-          CHECK(list == 2 || list == 4 || list == gpu::kListTokens);
-        CHECK(blocks.all() == (budget > 0 ? budget : 99));
-        CHECK(budget < 4 || blocks.reduce % 2 == 0);  // in clusters of two
-      }
+      for (const bool rank_layout : {false, true})
+        for (const bool quantised : {false, true}) {
+          const gpu::CombineBlocks& blocks = h.combine(rank_layout, quantised);
+          CHECK(blocks.reduce >= 1 && blocks.sum >= 1 && blocks.reduce <= 34);
+          for (const int list : {blocks.reduce_list, blocks.sum_list})
+            CHECK(quantised ? list == 0 : list == 2 || list == 4 || list == gpu::kListTokens);
+          CHECK(blocks.all() == (budget > 0 ? budget : 99));
+          CHECK(budget < 4 || blocks.reduce % 2 == 0);  // in clusters of two
+        }
     }
 }
 
-/// Lists of a combine's tokens are the shorter the longer a unit takes for a token.
+/// Lists of a combine's tokens are the shorter the longer a unit takes for a token. Short rows have none, and
+/// more blocks that reduce, since warps send them one by one.
 TEST(lists_of_a_combine) {
   const auto blocks = [](int budget, int32_t ranks, int32_t top_k, int64_t row_bytes) {
     return choose(budget, ranks, top_k, row_bytes).combine(false, false);
@@ -337,9 +339,10 @@ TEST(lists_of_a_combine) {
   CHECK(blocks(0, 4, 8, 14336).reduce_list == 2 && blocks(0, 4, 8, 14336).sum_list == 2);
   CHECK(blocks(24, 4, 8, 14336).reduce_list == 4 && blocks(24, 4, 8, 14336).sum_list == 4);
   CHECK(blocks(0, 4, 8, 8192).reduce_list == 4);
-  for (const int64_t short_row : {512, 2048, 4096}) {
-    CHECK(blocks(0, 4, 8, short_row).reduce_list == gpu::kListTokens);
-    CHECK(blocks(24, 4, 8, short_row).sum_list == gpu::kListTokens);
+  CHECK(blocks(0, 4, 8, 6160).reduce_list == gpu::kListTokens);
+  for (const int64_t short_row : {512, 2048, 6144}) {
+    CHECK(blocks(0, 4, 8, short_row).reduce_list == 0 && blocks(24, 4, 8, short_row).sum_list == 0);
+    CHECK(blocks(0, 2, 2, short_row).reduce == 31 && blocks(0, 2, 2, 14336).reduce == 15);
   }
   CHECK(gpu::list_of(1000, 2000) == 2 && gpu::list_of(1000, 2001) == 4 && gpu::list_of(0, 1) == 8);
 }

@@ -304,8 +304,10 @@ class Rank {
     args.plan = plan_.data();
     args.tokens = input.tokens;
     args.layout = step.layout;
-    args.reduce_list = 2 << draw(random_, 0, 2);
-    args.sum_list = 2 << draw(random_, 0, 2);
+    if (draw(random_, 0, 2) > 0) {  // pipes
+      args.reduce_list = 2 << draw(random_, 0, 2);
+      args.sum_list = 2 << draw(random_, 0, 2);
+    }
     if (step.sums_in_fp8) args.wire = WireFormat::fp8;
     if (step.by_token || (may_fuse(input.tokens) && draw(random_, 0, 2) > 0)) {
       args.team_warps = 2 << draw(random_, 0, 3);

@@ -71,8 +71,8 @@ void check_combine(const Setup& setup, const CombineRequest& request) {
     return;
   }
   CHECK(plan.reduce >= 1 && plan.sum >= 1 && plan.reduce + plan.sum + plan.relay <= most);
-  CHECK(plan.reduce_list >= 1 && plan.reduce_list <= kListTokens);
-  CHECK(plan.sum_list >= 1 && plan.sum_list <= kListTokens);
+  const bool pipes = sums_by_pipe(setup.shape.row_bytes(), request.quantised);
+  for (const int list : {plan.reduce_list, plan.sum_list}) CHECK(pipes == (list > 0) && list <= kListTokens);
 }
 
 TEST(all) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -33,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("cuda_only")
 def test_against_torch(kind: str, experts: int, top_k: int, tokens: int, seed: int) -> None:
     if tokens % 3 and KINDS[kind].get("aux_loss") == "sequence":
         tokens -= tokens % 3
-    for dtype in (torch.bfloat16, torch.float32):
-        check_router(KINDS[kind], experts, top_k, tokens, seed, "cuda", dtype)
+    for dtype, weights in product((torch.bfloat16, torch.float32), repeat=2):
+        check_router(KINDS[kind], experts, top_k, tokens, seed, "cuda", dtype, weights)
 
 
 def test_equal_and_missing_numbers() -> None:

@@ -123,8 +123,9 @@ def check_router(
     seed: int,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    weights: torch.dtype = torch.float32,
 ) -> None:
-    """The kernel against the operations of torch."""
+    """The kernel against the operations of torch. weights: the dtype of the router's own."""
     torch.manual_seed(seed)
     config = MoEConfig(hidden=64, ffn_hidden=8, num_experts=experts, top_k=top_k, dtype=dtype, **kind)
     router = TopKRouter(config, device=device)
@@ -134,6 +135,7 @@ def check_router(
             router.bias.normal_(std=0.1)
         if router.expert_bias_E is not None:
             router.expert_bias_E.normal_(std=0.1)
+    router.to(weights)
     # Tensor cores cut off what they add, where other units round it.
     cut = 4 if device == "cuda" and dtype is torch.bfloat16 else 1
     x_TH = _without_near_ties(router, torch.randn(tokens + 8, 64, device=device).to(dtype), cut)[:tokens]
@@ -168,13 +170,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(routing, "_launch", launch)
     monkeypatch.setattr(routing._C, "Scores", Scores, raising=False)
-    monkeypatch.setattr(router_module, "routes_here", lambda x, weight, top_k: weight.dtype is torch.float32)
+    monkeypatch.setattr(router_module, "routes_here", lambda *given: given[1].dtype is not torch.float64)
     return launched
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_against_torch(kind: str, kernel: list[str], seed: int) -> None:
-    check_router(KINDS[kind], 24, 3, 30, seed)
+def test_against_torch(kind: str, weights: torch.dtype, kernel: list[str], seed: int) -> None:
+    check_router(KINDS[kind], 24, 3, 30, seed, weights=weights)
     assert kernel == ["routes", "routes_backward"]
 
 

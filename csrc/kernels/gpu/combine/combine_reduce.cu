@@ -2,8 +2,8 @@
 // rounds or quantises once, and sends the sum to this rank's slot at the token's own rank (its home).
 //   - chunks (tokens with one arrival flag) of one home go in order, and homes alternate. A pipe of warps
 //     takes a few tokens at a time (sum_pipe.cuh)
-//   - quantised sums are made by all warps without a pipe: a warp loads one strip of all rows of a token,
-//     sums it in registers, and stores it over the link
+//   - sums of short rows, and quantised sums, are made by all warps without a pipe: a warp loads one strip of
+//     all rows of a token, sums it in registers, and stores it over the link
 //   - when all sums of a chunk have arrived, its arrival flag at the home is set
 //
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
@@ -294,9 +294,9 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
 }
 
 /// The work of a block: it sends weight gradients and sums, or relays for other nodes.
-template <DType dtype, Way way, WireFormat wire>
+template <DType dtype, Way way, WireFormat wire, bool piped>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte* shared) {
-  using Memory = SumMemoryOf<ReduceMemory, wire>;
+  using Memory = SumMemoryOf<ReduceMemory, piped>;
   auto& block = *reinterpret_cast<Memory*>(shared);
   constexpr bool kNodes = way == Way::nodes;
   if (failed_for_block(comm)) return;
@@ -320,7 +320,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte
   if (id == 0 || comm.ranks() == 1) return;
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
-  if constexpr (kPiped<wire>) {
+  if constexpr (piped) {
     run_sum_pipe<dtype, false>(
         comm, block, epoch, args.weights != nullptr,
         [&](SumLister& sums, SumUnit&) { list_sums<way>(comm, args, epoch, sums); },
@@ -330,33 +330,34 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte
   }
 }
 
-template <DType dtype, Way way, WireFormat wire>
-__global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 1)
+template <DType dtype, Way way, WireFormat wire, bool piped>
+__global__ void __launch_bounds__(piped ? kPipeThreads : kReduceThreads, 1)
     combine_reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
   device::start_clock(comm, Operation::combine);
-  reduce<dtype, way, wire>(comm, args, shared);
+  reduce<dtype, way, wire, piped>(comm, args, shared);
   device::note_sent(comm, Operation::combine);
 }
 
 /// Calls use.operator()<kernel>() with the kernel for the wire format of sums.
 template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
-  return with_sums(shape, wire, [&]<DType dtype, Way way, WireFormat travels>() {
-    return use.template operator()<&combine_reduce_kernel<dtype, way, travels>>(
-        kPiped<travels> ? kPipeThreads : kReduceThreads, sizeof(SumMemoryOf<ReduceMemory, travels>));
+cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, bool piped, const Use& use) {
+  return with_pipes(shape, wire, piped, [&]<DType dtype, Way way, WireFormat travels, bool pipes>() {
+    return use.template operator()<&combine_reduce_kernel<dtype, way, travels, pipes>>(
+        pipes ? kPipeThreads : kReduceThreads, sizeof(SumMemoryOf<ReduceMemory, pipes>));
   });
 }
 
 }  // namespace
 
 cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape, args.wire, Start(launch, comm, args));
+  return with_kernel(comm.window.shape, args.wire, args.reduce_list > 0, Start(launch, comm, args));
 }
 
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums) {
-  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, Prepare{}); });
+  const bool piped = sums_by_pipe(shape.row_bytes(), false);
+  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, piped, Prepare{}); });
 }
 
 }  // namespace moecomm::gpu

@@ -1,7 +1,8 @@
 // Combine, at a token's own rank (its home): adds the sums that the owners of the token's experts sent, by
 // ascending owner rank in float32, and rounds once.
 //   - the listing warps of pipes (sum_pipe.cuh) take this rank's tokens in order and wait until the owners'
-//     sums have arrived. Quantised sums have no pipe: each warp takes a part of a token, and waits
+//     sums have arrived. Short rows and quantised sums have no pipe: a warp takes a part of a token, and
+//     waits
 //   - a token's slots are in ascending order of owner rank, and are added in that order. This rank's own sum
 //     never travels: it is made here when its slot's turn comes, and rounded as if it had travelled
 //   - another node has one slot, however many of its ranks own experts of the token. Its sum is the row that
@@ -184,10 +185,10 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
 }
 
 /// Makes the sums of all tokens. Whole block.
-template <DType dtype, Way way, WireFormat wire>
+template <DType dtype, Way way, WireFormat wire, bool piped>
 __device__ void sum_all(const Comm& comm, const CombineArguments& args, uint64_t epoch, std::byte* shared) {
-  auto& block = *reinterpret_cast<SumMemoryOf<SumMemory, wire>*>(shared);
-  if constexpr (kPiped<wire>) {
+  auto& block = *reinterpret_cast<SumMemoryOf<SumMemory, piped>*>(shared);
+  if constexpr (piped) {
     run_sum_pipe<dtype, true>(
         comm, block, epoch, args.weights != nullptr,
         [&](SumLister& sums, SumUnit& unit) { list_sums<way>(comm, args, epoch, sums, unit); });
@@ -196,8 +197,8 @@ __device__ void sum_all(const Comm& comm, const CombineArguments& args, uint64_t
   }
 }
 
-template <DType dtype, Way way, WireFormat wire>
-__global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
+template <DType dtype, Way way, WireFormat wire, bool piped>
+__global__ void __launch_bounds__(piped ? kPipeThreads : kSumThreads, 1)
     combine_sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args, blockIdx.x, gridDim.x);
     } else {
-      if (args.rows != nullptr) sum_all<dtype, way, wire>(comm, args, epoch, shared);
+      if (args.rows != nullptr) sum_all<dtype, way, wire, piped>(comm, args, epoch, shared);
       if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
@@ -214,21 +215,22 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
 
 /// Calls use.operator()<kernel>() with the kernel for the wire format of sums.
 template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
-  return with_sums(shape, wire, [&]<DType dtype, Way way, WireFormat travels>() {
-    return use.template operator()<&combine_sum_kernel<dtype, way, travels>>(
-        kPiped<travels> ? kPipeThreads : kSumThreads, sizeof(SumMemoryOf<SumMemory, travels>));
+cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, bool piped, const Use& use) {
+  return with_pipes(shape, wire, piped, [&]<DType dtype, Way way, WireFormat travels, bool pipes>() {
+    return use.template operator()<&combine_sum_kernel<dtype, way, travels, pipes>>(
+        pipes ? kPipeThreads : kSumThreads, sizeof(SumMemoryOf<SumMemory, pipes>));
   });
 }
 
 }  // namespace
 
 cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape, args.wire, Start(launch, comm, args));
+  return with_kernel(comm.window.shape, args.wire, args.sum_list > 0, Start(launch, comm, args));
 }
 
 cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums) {
-  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, Prepare{}); });
+  const bool piped = sums_by_pipe(shape.row_bytes(), false);
+  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, piped, Prepare{}); });
 }
 
 }  // namespace moecomm::gpu

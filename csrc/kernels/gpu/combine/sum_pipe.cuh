@@ -25,10 +25,6 @@ static_assert(kItems >= kMaxStages + kListTokens);
 inline constexpr int kMaxSteps = kPipePiece / 16 / kAdderThreads;  ///< vectors of 16 bytes per adding thread
 static_assert(kPipeThreads == kSumUnits * kUnitWarps * 32);
 
-/// True where the pipe makes the sums that travel in `wire`.
-template <WireFormat wire>
-inline constexpr bool kPiped = wire == WireFormat::same;
-
 /// Shared memory of a unit, the group of warps that list, load, add up and store together.
 struct alignas(128) SumUnit {
   std::byte stages[kUnitBytes];
@@ -507,8 +503,18 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
   __syncthreads();
 }
 
-/// The type of a block's shared memory: that of the pipe, or `Warps` in kernels without one.
-template <class Warps, WireFormat wire>
-using SumMemoryOf = std::conditional_t<kPiped<wire>, SumPipeMemory, Warps>;
+/// The type of a block's shared memory: that of pipes, or `Warps` in kernels without them.
+template <class Warps, bool piped>
+using SumMemoryOf = std::conditional_t<piped, SumPipeMemory, Warps>;
+
+/// Calls use.operator()<dtype, way, wire, piped>() for sums that travel in `wire`, made by pipes or not.
+template <class Use>
+cudaError_t with_pipes(const DeviceShape& shape, WireFormat wire, bool piped, const Use& use) {
+  return with_sums(shape, wire, [&]<DType dtype, Way way, WireFormat travels>() {
+    if constexpr (travels == WireFormat::same)
+      if (piped) return use.template operator()<dtype, way, travels, true>();
+    return use.template operator()<dtype, way, travels, false>();
+  });
+}
 
 }  // namespace moecomm::gpu

@@ -107,7 +107,7 @@ struct CombineArguments {
   /// One kernel: weights [tokens][top_k] of this rank's own tokens, used in place of `weights`; or null.
   const float* token_weights = nullptr;
   bool flags_late = false;  ///< one kernel: sums of own tokens begin before the last sums sent get flags
-  int32_t reduce_list = kListTokens, sum_list = kListTokens;  ///< see CombineBlocks
+  int32_t reduce_list = 0, sum_list = 0;  ///< two kernels: see CombineBlocks
 
   MOECOMM_HD bool weighted() const { return weights != nullptr || token_weights != nullptr; }
 };

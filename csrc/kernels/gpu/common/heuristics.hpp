@@ -90,10 +90,18 @@ struct DispatchBlocks {
 /// most tokens that a pipe takes at a time, as a list.
 inline constexpr int kSumUnits = 2, kListTokens = 8;
 
+/// True where pipes make a combine's sums of many tokens, of rows of `row_bytes`; else a warp makes each sum.
+/// A pipe takes about as long for a short row as for one of 8 KB (measured on two ranks, docs/history.md).
+/// Sums that travel quantised are made without pipes too.
+constexpr bool sums_by_pipe(int64_t row_bytes, bool quantised) {
+  constexpr int64_t kShort = 6144;
+  return !quantised && row_bytes > kShort;
+}
+
 /// Blocks of the two sides of a combine: `reduce` at the experts' owners, `sum` at the tokens' own rank.
 struct CombineBlocks {
   int reduce, sum;
-  int reduce_list, sum_list;  ///< tokens in a pipe's list on each side, where tokens are many
+  int reduce_list, sum_list;  ///< tokens in a pipe's list on each side, where tokens are many; 0: no pipes
 
   int all() const { return reduce + sum; }
 };
@@ -319,11 +327,12 @@ struct SumMoves {
 
 /// The most blocks that reduce in a combine: as many as fill the links, and some more. Further blocks slow
 /// each other down, and are of more use at the tokens' home (docs/performance.md, "Few SMs on four GPUs").
-/// Quantised sums take longer to make than to send.
+/// Quantised sums take longer to make than to send. Short rows, without pipes, take more blocks to fill
+/// links.
 inline int most_reducing(const SumMoves& moves, bool quantised) {
   constexpr int kMost = 34, kMostQuantised = 26;
   if (quantised) return kMostQuantised;
-  if (moves.sent <= 0) return kMost;
+  if (moves.sent <= 0 || !sums_by_pipe(moves.bytes, quantised)) return kMost;
   const double filling = (moves.read + moves.sent) / moves.rate * kLinkRate / moves.sent;
   return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
@@ -447,8 +456,8 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
   const auto divide_combine = [&](double share, const SumMoves& moves, bool quantised) {
     const int most = std::max(unit, std::min(most_reducing(moves, quantised) / unit * unit, total - 1));
     const int reduce = std::clamp(even(static_cast<int>(total * share)), unit, most);
-    CombineBlocks blocks{reduce, total - reduce, kListTokens, kListTokens};
-    if (!quantised) choose_lists(blocks, moves, ranks);  // quantised sums are made without a pipe
+    CombineBlocks blocks{reduce, total - reduce, 0, 0};
+    if (sums_by_pipe(row_bytes, quantised)) choose_lists(blocks, moves, ranks);
     return blocks;
   };
   constexpr double kSends = 1.1;   // owners also send their sums

@@ -128,7 +128,9 @@ struct CombinePlan {
     if (in_one)
       return text_of("one kernel of ", blocks, " blocks, ", team_warps, " warps a sum, ", parts,
                      " parts of a row", flags_late ? ", flags late" : "");
-    return text_of("reduce ", reduce, ", sum ", sum, ", lists of ", reduce_list, " and ", sum_list, " tokens",
+    const std::string lists =
+        sum_list > 0 ? text_of("lists of ", reduce_list, " and ", sum_list, " tokens") : "a warp a sum";
+    return text_of("reduce ", reduce, ", sum ", sum, ", ", lists,
                    relay > 0 ? text_of(", relay ", relay) : "");
   }
 };
