@@ -74,9 +74,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradients of this loss have been given away by a backward before")
         (dx_TH, dweight_VH), ctx.grads = ctx.grads, None
         scale = grad / len(dx_TH)
-        # In place, since this gradient is as large as the weight.
-        dx_TH, dweight_VH = dx_TH.mul_(scale), dweight_VH.mul_(scale)
-        return dx_TH.to(ctx.dtypes[0]), dweight_VH.to(ctx.dtypes[1]), None, None, None
+        dx_TH, dweight_VH = map(_scaled, (dx_TH, dweight_VH), (scale, scale), ctx.dtypes)
+        return dx_TH, dweight_VH, None, None, None
+
+
+def _scaled(sum: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns sum * scale in `dtype`: in place if it can, since a sum is as large as the weight."""
+    out = sum if sum.dtype == dtype else torch.empty_like(sum, dtype=dtype)
+    return torch.mul(sum, scale, out=out)
 
 
 def _by_slices(
@@ -108,7 +113,10 @@ def _softmax(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_gra
     log_shares_TV = logits_TV.log_softmax(dim=-1, dtype=summed)
     said_T1 = targets_T.unsqueeze(1)
     log_share_T1 = log_shares_TV.gather(1, said_T1)
-    if need_grads:
+    if need_grads and torch.compiler.is_compiling():  # one kernel; after a scatter_ it would copy the result
+        is_said_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == said_T1
+        logits_TV.copy_(torch.where(is_said_TV, log_shares_TV.expm1(), log_shares_TV.exp()))
+    elif need_grads:
         logits_TV.copy_(log_shares_TV.exp_())
         logits_TV.scatter_(1, said_T1, log_share_T1.expm1().to(logits_TV.dtype))
     return -log_share_T1.squeeze(1)
