@@ -356,8 +356,8 @@ cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const 
 }
 
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums) {
-  const bool piped = sums_by_pipe(shape.row_bytes(), false);
-  return prepare_sums(sums, [&](WireFormat wire) { return with_kernel(shape, wire, piped, Prepare{}); });
+  return prepare_pipes(
+      sums, [&](WireFormat wire, bool piped) { return with_kernel(shape, wire, piped, Prepare{}); });
 }
 
 }  // namespace moecomm::gpu

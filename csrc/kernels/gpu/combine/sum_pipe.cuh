@@ -517,4 +517,13 @@ cudaError_t with_pipes(const DeviceShape& shape, WireFormat wire, bool piped, co
   });
 }
 
+/// Calls prepare(wire, piped) for the kernels of sums that travel in their dtype or in `sums`.
+template <class PrepareIn>
+cudaError_t prepare_pipes(WireFormat sums, const PrepareIn& prepare) {
+  return prepare_sums(sums, [&](WireFormat wire) {
+    const cudaError_t error = prepare(wire, false);
+    return error != cudaSuccess || wire != WireFormat::same ? error : prepare(wire, true);
+  });
+}
+
 }  // namespace moecomm::gpu

@@ -90,12 +90,13 @@ struct DispatchBlocks {
 /// most tokens that a pipe takes at a time, as a list.
 inline constexpr int kSumUnits = 2, kListTokens = 8;
 
-/// True where pipes make a combine's sums of many tokens, of rows of `row_bytes`; else a warp makes each sum.
-/// A pipe takes about as long for a short row as for one of 8 KB (measured on two ranks, docs/history.md).
-/// Sums that travel quantised are made without pipes too.
-constexpr bool sums_by_pipe(int64_t row_bytes, bool quantised) {
-  constexpr int64_t kShort = 6144;
-  return !quantised && row_bytes > kShort;
+/// True where pipes make a combine's sums of many tokens in `blocks` blocks; else a warp makes each sum. A
+/// pipe takes about as long for a short row as for one of 8 KB (measured on two ranks, docs/history.md). Sums
+/// that travel quantised are made without pipes too.
+constexpr bool sums_by_pipe(int64_t row_bytes, int blocks) {
+  constexpr int64_t kShort = 4096, kShortOfMany = 6144;
+  constexpr int kMany = 64;
+  return row_bytes > (blocks >= kMany ? kShortOfMany : kShort);
 }
 
 /// Blocks of the two sides of a combine: `reduce` at the experts' owners, `sum` at the tokens' own rank.
@@ -329,10 +330,10 @@ struct SumMoves {
 /// each other down, and are of more use at the tokens' home (docs/performance.md, "Few SMs on four GPUs").
 /// Quantised sums take longer to make than to send. Short rows, without pipes, take more blocks to fill
 /// links.
-inline int most_reducing(const SumMoves& moves, bool quantised) {
+inline int most_reducing(const SumMoves& moves, bool quantised, bool piped) {
   constexpr int kMost = 34, kMostQuantised = 26;
   if (quantised) return kMostQuantised;
-  if (moves.sent <= 0 || !sums_by_pipe(moves.bytes, quantised)) return kMost;
+  if (moves.sent <= 0 || !piped) return kMost;
   const double filling = (moves.read + moves.sent) / moves.rate * kLinkRate / moves.sent;
   return static_cast<int>(std::min<double>(kMost, moves.fill * filling));
 }
@@ -454,10 +455,12 @@ inline Heuristics choose_heuristics(int sms, int budget, int fused_tokens, const
   }
   const int unit = h.paired && total >= 4 ? 2 : 1;
   const auto divide_combine = [&](double share, const SumMoves& moves, bool quantised) {
-    const int most = std::max(unit, std::min(most_reducing(moves, quantised) / unit * unit, total - 1));
+    const bool piped = !quantised && sums_by_pipe(row_bytes, total);
+    const int most =
+        std::max(unit, std::min(most_reducing(moves, quantised, piped) / unit * unit, total - 1));
     const int reduce = std::clamp(even(static_cast<int>(total * share)), unit, most);
     CombineBlocks blocks{reduce, total - reduce, 0, 0};
-    if (sums_by_pipe(row_bytes, quantised)) choose_lists(blocks, moves, ranks);
+    if (piped) choose_lists(blocks, moves, ranks);
     return blocks;
   };
   constexpr double kSends = 1.1;   // owners also send their sums
