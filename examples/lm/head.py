@@ -74,14 +74,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradients of this loss have been given away by a backward before")
         (dx_TH, dweight_VH), ctx.grads = ctx.grads, None
         scale = grad / len(dx_TH)
-        dx_TH, dweight_VH = map(_scaled, (dx_TH, dweight_VH), (scale, scale), ctx.dtypes)
-        return dx_TH, dweight_VH, None, None, None
-
-
-def _scaled(sum: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns sum * scale in `dtype`: in place if it can, since a sum is as large as the weight."""
-    out = sum if sum.dtype == dtype else torch.empty_like(sum, dtype=dtype)
-    return torch.mul(sum, scale, out=out)
+        # In place, since this gradient is as large as the weight.
+        dx_TH, dweight_VH = dx_TH.mul_(scale), dweight_VH.mul_(scale)
+        return dx_TH.to(ctx.dtypes[0]), dweight_VH.to(ctx.dtypes[1]), None, None, None
 
 
 def _by_slices(
@@ -115,7 +110,7 @@ def _softmax(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_gra
     log_share_T1 = log_shares_TV.gather(1, said_T1)
     if need_grads and torch.compiler.is_compiling():  # one kernel; after a scatter_ it would copy the result
         is_said_TV = torch.arange(logits_TV.shape[1], device=logits_TV.device) == said_T1
-        logits_TV.copy_(torch.where(is_said_TV, log_shares_TV.expm1(), log_shares_TV.exp()))
+        logits_TV.copy_(log_shares_TV.exp_() - is_said_TV.to(summed))
     elif need_grads:
         logits_TV.copy_(log_shares_TV.exp_())
         logits_TV.scatter_(1, said_T1, log_share_T1.expm1().to(logits_TV.dtype))
