@@ -91,9 +91,9 @@ def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
-def last_load(model: torch.nn.Module) -> Tensor:
+def last_load(layers: Sequence[MoELayer]) -> Tensor:
     """Tokens per expert of each layer in the last forward, (A, E)."""
-    return torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)])
+    return torch.stack([layer.last_tokens_per_expert for layer in layers])
 
 
 def on_host(loss: Tensor, norm: Tensor, load_AE: Tensor) -> tuple[float, float, Tensor]:
@@ -104,23 +104,23 @@ def on_host(loss: Tensor, norm: Tensor, load_AE: Tensor) -> tuple[float, float, 
     return numbers[0].item(), numbers[1].item(), numbers[2:].view(load_AE.shape).long()
 
 
-def forget_load(model: torch.nn.Module) -> None:
+def forget_load(layers: Sequence[MoELayer]) -> None:
     """Drops what routers have counted for `update_expert_bias`, in a step that is skipped."""
-    for layer in moe_layers(model):
+    for layer in layers:
         if layer.router.load_E is not None:
             layer.router.load_E.zero_()
 
 
-def measure_layers(model: torch.nn.Module, measure: bool) -> None:
+def measure_layers(layers: Sequence[MoELayer], measure: bool) -> None:
     """Sets whether the layers record the times of their stages, which costs some CUDA events each."""
-    for layer in moe_layers(model):
+    for layer in layers:
         layer.overlap = dataclasses.replace(layer.overlap, record=measure)
 
 
-def travel_seconds(model: torch.nn.Module) -> tuple[float, float]:
+def travel_seconds(layers: Sequence[MoELayer]) -> tuple[float, float]:
     """Returns the time in which rows travelled, and the part of it in which nothing was computed, in the last
     measured forward and backward of all layers. One clock measures both, so the part is at most the whole."""
-    timelines = [timeline for layer in moe_layers(model) for timeline in layer.timelines().values()]
+    timelines = [timeline for layer in layers for timeline in layer.timelines().values()]
     return (
         sum(_travelling(timeline).exposed_seconds for timeline in timelines),
         sum(timeline.exposed_seconds for timeline in timelines),

@@ -27,7 +27,7 @@ from torch.distributed import pipelining
 from lm.data import inputs_and_targets
 from lm.errors import UsageError
 from lm.fitting import SCHEDULES, V_SCHEDULES
-from lm.metrics import last_load
+from lm.metrics import last_load, moe_layers
 from lm.model import Transformer
 from lm.options import Options
 from lm.ranks import Ranks
@@ -257,10 +257,11 @@ class PipelineStep(nn.Module):
         """Returns a forward hook that adds a microbatch's tokens per expert."""
         layers = [layer for layer in self._layout.layers[stage] if layer >= self._dense]
         blocks = nn.ModuleList(self.model.blocks[str(layer)] for layer in layers)
+        counted = moe_layers(blocks)
 
         def count(*_: Any) -> None:
             if layers and torch.is_grad_enabled():
                 first = layers[0] - self._dense
-                self.load_AE[first : first + len(layers)] += last_load(blocks)
+                self.load_AE[first : first + len(layers)] += last_load(counted)
 
         return count

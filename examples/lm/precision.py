@@ -21,11 +21,12 @@ def compute(module: nn.Module, dtype: torch.dtype, *tokens_BS: Tensor) -> Tensor
     """Returns `module(*tokens_BS)`, computed in `dtype`, that of its communicator."""
     if dtype == torch.float32:
         return module(*tokens_BS)
-    of_experts = {p for part in module.modules() if isinstance(part, EXPERTS) for p in part.parameters()}
     with torch.autocast(tokens_BS[0].device.type, dtype):
         weights = {
-            name: parameter.to(dtype)
-            for name, parameter in module.named_parameters()
-            if parameter in of_experts and parameter.dtype != dtype and not isinstance(parameter, DTensor)
+            f"{name}.{key}".lstrip("."): parameter.to(dtype)
+            for name, part in module.named_modules()
+            if isinstance(part, EXPERTS)
+            for key, parameter in part.named_parameters()
+            if parameter.dtype != dtype and not isinstance(parameter, DTensor)
         }
-        return functional_call(module, weights, tokens_BS)
+        return functional_call(module, weights, tokens_BS, tie_weights=False)

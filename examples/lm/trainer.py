@@ -66,6 +66,7 @@ class Trainer:
         torch.manual_seed(options.seed)
         layout = lay_out(options, ranks.place.pp)
         self.model = build_model(options, vocab, self.comm, folding, layout.holds, ranks.device)
+        self.layers = moe_layers(self.model)
         mesh = parallel.split_attention(self.model, folding, ranks.device)
         save_memory(self.model, options)
         if compiles(options, ranks.device.type):
@@ -194,7 +195,7 @@ class Trainer:
         # Stages of a layer can be measured neither in a graph nor under a pipeline's schedule.
         measured = self.graphed is None and self.piped is None
         measured &= step in (1, options.steps) or step % options.log_every == 0
-        measure_layers(self.model, measured)
+        measure_layers(self.layers, measured)
         self.comm.reset_stats()
         tokens_BS = self.batches.pop(step, None)
         if tokens_BS is None:
@@ -213,7 +214,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.skipped:
-            forget_load(self.model)
+            forget_load(self.layers)
         else:
             self.optimizer.step()
             update_expert_bias(self.model)
@@ -264,9 +265,9 @@ class Trainer:
             if self.sharding is not None:
                 self.sharding.begin(last=number == self.options.microbatches)
             losses.append((self.graphed or self._forward_backward)(part_BS).detach())
-            loads.append(last_load(self.model))
+            loads.append(last_load(self.layers))
             if measured:  # a layer keeps only the times of its last forward and backward
-                times.append(travel_seconds(self.model))
+                times.append(travel_seconds(self.layers))
         travelled = (sum(each for each, _ in times), sum(each for _, each in times))
         return torch.stack(losses).sum(), torch.stack(loads).sum(0), travelled
 
@@ -348,8 +349,7 @@ class Trainer:
         resume_at = self.run_state.step if self.options.resume else None
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resume_at=resume_at)
         total, active = self.parameters
-        layers = moe_layers(self.model)
-        products = f", products by {layers[0].experts.products.name}" if layers else ""
+        products = f", products by {self.layers[0].experts.products.name}" if self.layers else ""
         changed = self.options.save(self.out)
         if changed:
             self.metrics.write({"step": self.run_state.step, "changed": changed})

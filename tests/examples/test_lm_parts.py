@@ -366,7 +366,7 @@ def test_exposed_time_is_a_part_of_the_time_in_which_rows_travel() -> None:
         def timelines(self) -> dict[str, Timeline]:
             return {"forward": Timeline(spans, streams=("main", "comm"))}
 
-    assert travel_seconds(nn.Sequential(Measured(), Measured())) == (10.0, 6.0)
+    assert travel_seconds([Measured(), Measured()]) == (10.0, 6.0)
 
 
 def test_speed_counts_what_a_token_needs(monkeypatch: pytest.MonkeyPatch) -> None:
