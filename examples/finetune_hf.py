@@ -12,6 +12,8 @@ are read; a run that does not fit is refused, with options that would.
 
 In --out: checkpoints, model/ (for from_pretrained; with --lora the adapters alone), metrics.jsonl,
 tensorboard/, report.html. The last line is the result. Ctrl-C ends the run after a step, with a checkpoint.
+Steps whose gradient has no finite norm are left out; after --max-skipped of them in a row the run ends.
+
 The parts are in `finetune/`: options, text (windows), sizes (what fits), run (model and Trainer), watch
 (load, stages), report, demo.
 """

@@ -36,6 +36,7 @@ class Options:
     lr: float
     warmup: float
     balance: float
+    max_skipped: int
     seed: int
     ep: int | None
     implementation: str
@@ -140,6 +141,14 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="WEIGHT",
         help="weight of a loss that balances the experts of each layer, beside what the model's config adds",
+    )
+    add(
+        "--max-skipped",
+        type=count,
+        default=10,
+        metavar="N",
+        help="steps in a row that are left out, as the norm of the gradient is infinite or no number, before "
+        "the run ends with an error",
     )
     add("--seed", type=_seed, default=0, help="of new adapters and of the order of windows")
     add(

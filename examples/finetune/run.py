@@ -7,11 +7,12 @@ import inspect
 import logging
 import math
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,9 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
     That of transformers counts the choices of all layers together. It is at its least while each layer sends
     its tokens to a few experts, if these are others in each layer."""
 
-    balance, top_k = 0.0, 1
+    balance, top_k, max_skipped = 0.0, 1, 10
+    skipped = 0  # steps left out in a row, up to the last one
+    saved: int | None = None  # step of the newest checkpoint, also of one that is resumed
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **options: Any
@@ -65,18 +68,36 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
             loss = loss + self.balance * torch.stack(losses).mean() / self.args.gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
 
-    def _get_grad_norm(self, *arguments: Any, **options: Any) -> Any:
-        norm = super()._get_grad_norm(*arguments, **options)
-        if not math.isfinite(norm):  # on all ranks; the weights are still those of the step before
-            raise RunError(
-                f"step {self.state.global_step + 1}: the norm of the gradient is {float(norm)}: go on from a "
-                "checkpoint with --resume and a smaller --lr, or begin anew"
-            )
+    def _get_grad_norm(self, model: Any, *arguments: Any, **options: Any) -> Any:
+        norm = super()._get_grad_norm(model, *arguments, **options)
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1  # the same on all ranks
+        if self.skipped:
+            model.zero_grad()  # the optimizer leaves parameters without a gradient as they are
+            step, what = self.state.global_step + 1, f"the norm of the gradient is {float(norm)}"
+            if self.is_world_process_zero():
+                print(f"step {step} is left out: {what}", flush=True)
+            if self.skipped == self.max_skipped or step == self.state.max_steps:
+                self._give_up(f"step {step}: {what}; {self.skipped} steps in a row were left out", step)
         return norm
 
+    def _give_up(self, text: str, step: int) -> NoReturn:
+        """Raises RunError on all ranks. A checkpoint of the present weights is set aside: no run goes on from
+        it, as its steps are left out."""
+        if self.saved == step - self.skipped:
+            path = Path(self.args.output_dir, f"checkpoint-{self.saved}")
+            aside = path.with_name(f"suspect-{self.saved}")
+            if self.is_world_process_zero():
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+            text += f"; the checkpoint of these weights is now {aside}"
+        raise RunError(f"{text}; go on from a checkpoint with --resume and a smaller --lr, or begin anew")
+
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        if self.skipped:
+            return  # the next steps may be left out, too
         with _written(f"the checkpoint of step {self.state.global_step}"):
             super()._save_checkpoint(*arguments, **options)
+        self.saved = self.state.global_step
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -185,6 +206,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         callbacks=[watch],
     )
     trainer.balance, trainer.top_k = options.balance, model_size.top_k
+    trainer.max_skipped, trainer.saved = options.max_skipped, begun
     trainer.remove_callback(PrinterCallback)
     if first:
         trainer.add_callback(Lines(options.steps))
@@ -193,7 +215,10 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     seconds, done = time.perf_counter() - begin, trainer.state.global_step
     if done < options.steps:
         if first:
-            print(f"stopped after step {done} of {options.steps}; --resume goes on", flush=True)
+            left = ""
+            if trainer.skipped:
+                left = f"; no checkpoint has its last {trainer.skipped} steps, which were left out"
+            print(f"stopped after step {done} of {options.steps}{left}; --resume goes on", flush=True)
         return
     evaluated = [each for each in trainer.state.log_history if "eval_loss" in each]
     if not evaluated or evaluated[-1]["step"] != done:
@@ -312,6 +337,7 @@ def _arguments(options: Options, gpu: bool) -> TrainingArguments:
         warmup_steps=round(options.warmup * options.steps),
         weight_decay=0.01,
         logging_steps=options.log_every,
+        logging_nan_inf_filter=False,  # else such a loss counts as the mean of those before, or as 0
         eval_strategy="steps",
         eval_steps=options.eval_every,
         save_steps=options.save_every,

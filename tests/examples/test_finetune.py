@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import shutil
 from itertools import cycle
 from pathlib import Path
@@ -250,8 +249,6 @@ def test_each_layer_is_balanced_by_itself(tmp_path: Path, model: Path) -> None:
             losses[trainer.balance, training] = trainer.compute_loss(loaded.train(training), batch).item()
     assert losses[10.0, False] == losses[0.0, False]
     assert losses[10.0, True] - losses[0.0, True] == pytest.approx(10.0 * wanted / 2, rel=1e-4)
-    with pytest.raises(RunError, match="step 1: the norm of the gradient is nan"):
-        trainer._get_grad_norm(loaded, torch.tensor(math.nan))
     (tmp_path / "checkpoint-0").touch()
     with pytest.raises(RunError, match="checkpoint of step 0 could not be written: rank 0: FileExistsError"):
         trainer._save_checkpoint(loaded, None)
@@ -293,6 +290,49 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     window = torch.arange(3, 35).unsqueeze(0)
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(window).logits
     assert not torch.equal(loaded(window).logits, before)
+
+
+BAD_GRADIENTS = """
+import os, sys
+sys.path.insert(0, os.environ["EXAMPLES"])
+import finetune_hf
+from finetune.run import BalancingTrainer
+
+clip = BalancingTrainer._clip_grad_norm
+
+def clip_bad(self, model):
+    if str(self.state.global_step + 1) in os.environ["BAD_STEPS"].split() and os.environ["RANK"] == "1":
+        next(p for p in model.parameters() if p.grad is not None).grad.to_local().view(-1)[0] = float("nan")
+    return clip(self, model)
+
+BalancingTrainer._clip_grad_norm = clip_bad
+sys.exit(finetune_hf.main())
+"""
+
+
+def test_steps_without_a_finite_norm_are_left_out(tmp_path: Path, model: Path) -> None:
+    from safetensors.torch import load_file
+
+    program, out = tmp_path / "bad.py", tmp_path / "run"
+    program.write_text(BAD_GRADIENTS)
+
+    def train(bad: str, *arguments: object, code: int = 0) -> str:
+        given = {"EXAMPLES": str(EXAMPLES), "BAD_STEPS": bad}
+        done = run_program(
+            program, *map(str, arguments), "--out", out, torchrun=2, code=code, environment=given
+        )
+        return done.err if code else done.out
+
+    flags = f"--steps 4 {SMALL} --save-every 1".split()
+    said = train("2 3", model, model.parent / "text", *flags)
+    left = [line for line in said.splitlines() if "left out" in line]
+    assert left == [f"step {step} is left out: the norm of the gradient is nan" for step in (2, 3)]
+    assert "4 steps" in said.splitlines()[-1]
+    assert all(value.isfinite().all() for value in load_file(out / "model/model.safetensors").values())
+    said = train("5 6", "--resume", "--steps", 9, "--max-skipped", 2, code=1)
+    assert "step 6: the norm of the gradient is nan; 2 steps in a row were left out; the ch" in said
+    assert f"is now {out / 'suspect-4'}; go on from a checkpoint with --resume" in said
+    assert sorted(each.name for each in out.glob("*-[0-9]")) == ["checkpoint-1", "suspect-4"]
 
 
 def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
