@@ -67,12 +67,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = _parser()
     values = vars(parser.parse_args(arguments))
     if values["resume"]:
-        path = Path(values["out"]) / FILE_NAME
-        try:
-            saved = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"--resume: no run to go on with in {values['out']}: {error}") from None
-        parser.set_defaults(**{name: value for name, value in saved.items() if name in values})
+        saved = parser.saved(Path(values["out"]) / FILE_NAME)
+        parser.set_defaults(**{**saved, "out": values["out"]})
         values = vars(parser.parse_args(arguments))
         for name in FIXED:
             if values[name] != saved.get(name):
@@ -111,7 +107,7 @@ def _part(text: str) -> float:
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="finetune_hf.py",
         description="Fine-tune a mixture-of-experts model of Hugging Face, on all GPUs or on the CPU.",

@@ -345,16 +345,7 @@ def _absolute_paths(values: dict[str, Any]) -> None:
 
 
 def _load_saved(out: Path) -> dict[str, Any]:
-    try:
-        saved = json.loads((out / FILE_NAME).read_text())
-    except FileNotFoundError:
-        raise UsageError(f"--resume: no run in {out} (no {FILE_NAME})") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--resume: {out / FILE_NAME}: {error}") from None
-    if not isinstance(saved, dict):
-        raise UsageError(f"--resume: {out / FILE_NAME} does not hold a run's options")
-    known = {field.name for field in dataclasses.fields(Options)}
-    return {**presets.PLAIN, **{name: value for name, value in saved.items() if name in known}}
+    return {**presets.PLAIN, **_parser().saved(out / FILE_NAME)}
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -365,7 +356,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if said or action.default in (None, "") else super()._get_help_string(action)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="train_lm.py",
         description="Train a mixture-of-experts language model on text; every token is routed by moecomm.",

@@ -202,10 +202,14 @@ def test_a_resumed_run_takes_over_its_options(tmp_path: Path) -> None:
     for wrong in (["other", "a.txt"], ["--seq", "12"]):
         with pytest.raises(UsageError, match="--resume"):
             options.parse([*wrong, "--resume", *out])
-    (tmp_path / options.FILE_NAME).write_text("[1]")
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(UsageError, match="no run to go on with"):
-            options.parse(["--resume", "--out", str(folder)])
+    for out, content, says in (
+        (tmp_path, '{"text": "a.txt"}', """options.json: 'text' cannot be "a.txt"$"""),
+        (tmp_path, '{"warmup": 5}', "options.json: argument --warmup: 5 is not between"),
+        (tmp_path / "none", "{}", "no run in .*none .no options.json"),
+    ):
+        (tmp_path / options.FILE_NAME).write_text(content)
+        with pytest.raises(UsageError, match=says):
+            options.parse(["--resume", "--out", str(out)])
 
 
 @pytest.mark.parametrize(

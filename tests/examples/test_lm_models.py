@@ -207,6 +207,28 @@ def test_options_of_an_older_run(tmp_path: Path) -> None:
         parse(tmp_path, "auto", "--resume", "--qk-norm")
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"steps": 5', "Expecting ',' delimiter"),
+        ("[1]", "does not hold a run's options"),
+        ('{"step": 5}', "there is no option 'step'"),
+        ('{"layers": "5"}', """'layers' cannot be "5\""""),
+        ('{"tied": 1}', "'tied' cannot be 1"),
+        ('{"data": "a.txt"}', """'data' cannot be "a.txt\""""),
+        ('{"recompute": ["x"]}', "argument --recompute: invalid choice: 'x'"),
+        ('{"lr": true}', "argument --lr: 'True' is not a number"),
+        ('{"batch": null}', "argument --batch: 'None' is not a whole number"),
+    ],
+)
+def test_damaged_options_of_a_run(content: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / options.FILE_NAME
+    path.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        parse(tmp_path, "auto", "--resume")
+    assert str(caught.value).startswith(f"--resume: {path}") and says in str(caught.value)
+
+
 def test_blocks_are_compiled_once_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """By dynamo alone: inductor's code is torch's."""
     from lm.attention import AttentionConfig
