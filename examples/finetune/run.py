@@ -28,6 +28,7 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -100,11 +101,35 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
         self.saved = self.state.global_step
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with _loaded(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:  # --lr and --steps may be others than those of the checkpoint
             self.lr_scheduler.base_lrs = [self.args.learning_rate] * len(self.lr_scheduler.base_lrs)
             self.lr_scheduler.last_epoch -= 1
             self.lr_scheduler.step()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _loaded(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+
+@contextlib.contextmanager
+def _loaded(checkpoint: str | None) -> Iterator[None]:
+    """Raises UsageError on all ranks if a file of the checkpoint cannot be loaded on one."""
+    if checkpoint is None:
+        yield
+        return
+    found: list[str | None] = [None] * dist.get_world_size()
+    own = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        own = in_one_line(error, dist.get_rank())
+    dist.all_gather_object(found, own)
+    for why in filter(None, found):
+        raise UsageError(
+            f"--resume: {checkpoint} cannot be loaded ({why}); without it an earlier one is taken"
+        )
 
 
 @contextlib.contextmanager
@@ -295,8 +320,13 @@ def _tokenizer(folder: str) -> Any:
 def _newest_checkpoint(out: Path) -> str | None:
     """Returns the newest whole checkpoint. A run that was killed may leave an unfinished one: the Trainer
     writes its own state last."""
-    whole = [each.parent for each in out.glob("checkpoint-*/trainer_state.json")]
-    return str(max(whole, key=lambda each: int(each.name.rpartition("-")[2]))) if whole else None
+    whole = {}
+    for path in out.glob("checkpoint-*/trainer_state.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # for example cut off
+            step = TrainerState.load_from_json(str(path)).global_step
+            if path.parent.name == f"checkpoint-{step}":
+                whole[step] = str(path.parent)
+    return whole[max(whole)] if whole else None
 
 
 def _set_aside(out: Path) -> None:

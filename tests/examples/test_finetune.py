@@ -276,7 +276,12 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     said = _run(model, model.parent / "text", "--out", out, *f"--steps 2 {SMALL}".split())
     assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
     assert "has done 2 steps: name more" in _run("--resume", "--out", out, code=2)
+    broken = Path(shutil.copytree(out, tmp_path / "broken"))
+    (broken / "checkpoint-2" / "rng_state_1.pth").write_bytes(b"PK")
+    said = _run("--resume", "--out", broken, "--steps", 4, code=2)
+    assert said.count("hf.py: error: ") == 1 and "checkpoint-2 cannot be loaded (rank 1: " in said
     (out / "checkpoint-3").mkdir()  # as of a run that was killed while it saved
+    (out / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
     said = _run("--resume", "--out", out, "--steps", 4, "--lr", 2e-5, ranks=4)
     assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
