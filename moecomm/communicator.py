@@ -19,7 +19,7 @@ from moecomm.autograd.planned import Array, _Planned
 from moecomm.backends import make_backend
 from moecomm.backends.base import Backend, DispatchCall, RawDispatch
 from moecomm.env import Env, read_env
-from moecomm.errors import InvalidArgument, MoecommError
+from moecomm.errors import InvalidArgument, MoecommError, announced_as
 from moecomm.setup import checks
 from moecomm.setup.devices import choose_device
 from moecomm.setup.memory_plan import (
@@ -142,8 +142,8 @@ class Communicator(_Planned):
             env = read_env()
             num_sms = checks.check_num_sms(num_sms, place)
             checks.check_formats(place, hidden, dtype, wire, combine_wire, gradient_wire)
-        except MoecommError as failed:
-            error = error or failed
+        except Exception as failed:
+            error = error or announced_as(failed)
         arguments = {
             "num_experts": num_experts,
             "hidden": hidden,

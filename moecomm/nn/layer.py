@@ -112,6 +112,7 @@ class MoELayer(nn.Module):
             if loss_group is not None and (folding is not None or config.aux_loss != "global"):
                 only = "None with a folding, and without aux_loss='global'"
                 raise InvalidArgument(f"loss_group is {loss_group!r}, must be {only}")
+            loss_group = as_group(loss_group, "loss_group")
             if folding is not None:
                 expert_ranks.require_folding(config, folding, group, experts)
             self.overlap = OverlapConfig() if overlap is None else overlap
@@ -148,7 +149,7 @@ class MoELayer(nn.Module):
         self._number = comm._layers = comm._layers % MOST_CALLERS + 1
         # Each dispatch compares _caller between ranks: they must dispatch for the same layer.
         self._caller = caller_of(self._number, values_that_agree(config))
-        self._balance = balance_ranks(config.aux_loss, folding, as_group(loss_group, "loss_group"))
+        self._balance = balance_ranks(config.aux_loss, folding, loss_group)
         meta = torch.get_default_device().type == "meta"
         weights_on = torch.device("meta") if meta else comm.device
         self.router = TopKRouter(config, device=weights_on, balance=self._balance)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, announced_as
 from moecomm.kernels.parameters import ExpertPart
 from moecomm.kernels.quantize import QUANTUM
 from moecomm.parallel.folding import ParallelFolding
@@ -53,16 +53,16 @@ def build_communicator(
 @contextlib.contextmanager
 def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
     """A context for checks before a layer's communicator is built on `group` or `folding`. All ranks raise an
-    InvalidArgument of one rank; if `comm` is given or `folding` has another type, that rank alone does."""
+    error of one rank; if `comm` is given or `folding` has another type, that rank alone does."""
     try:
         yield
-    except InvalidArgument as error:
+    except Exception as error:
         if comm is not None or not (folding is None or isinstance(folding, ParallelFolding)):
             raise
         if folding is not None:
             make_groups(folding)
             group = folding.group(LAYER)
-        Communicator(group, num_experts=0, hidden=0, top_k=0, max_tokens=0, _error=error)
+        Communicator(group, num_experts=0, hidden=0, top_k=0, max_tokens=0, _error=announced_as(error))
 
 
 def make_groups(folding: ParallelFolding) -> None:

@@ -59,7 +59,7 @@ def choose_device(device: Any) -> torch.device:
         )
     try:
         chosen = torch.device(types[0] if device is None else device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgument(f"device is {device!r}, expected a torch.device or its name") from error
     if chosen.type not in types:
         reason = why_no_cuda() if chosen.type == "cuda" else None

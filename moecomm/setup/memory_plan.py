@@ -63,7 +63,7 @@ def window_shape(
 ) -> _C.WindowShape:
     """Returns the runtime's description of a window. Raises InvalidArgument for sizes that a window cannot
     have. others: top_k and max_tokens."""
-    if dtype not in NATIVE_DTYPES:
+    if dtype not in tuple(NATIVE_DTYPES):  # not everything can be hashed
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
         raise InvalidArgument(f"dtype is {dtype}, expected one of {names}")
     for name, value in {"ranks": ranks, "hidden": hidden, **others}.items():

@@ -26,6 +26,12 @@ from tests.multirank.harness import no_shared_memory_left, no_threads_left
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import variable
 
+
+class Nameless:
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
 BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "experts no multiple": ({"num_experts": 7}, "InvalidArgument", ["num_experts is 7", "multiple", "2"]),
     "timeout": ({"timeout": -1.0}, "InvalidArgument", ["timeout is -1.0"]),
@@ -33,6 +39,9 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "wire": ({"wire": "fp8"}, "Unsupported", ["wire", "fp8"]),
     "device": ({"device": "meta"}, "Unsupported", ["device", "meta"]),
     "nodes": ({"ranks_per_node": 0}, "InvalidArgument", ["ranks_per_node is 0"]),
+    "dtype": ({"dtype": []}, "InvalidArgument", ["dtype is []"]),
+    "device number": ({"device": 1 << 70}, "InvalidArgument", [f"device is {1 << 70}"]),
+    "no text": ({"hidden": Nameless()}, "InvalidArgument", ["RuntimeError: no name"]),
 }
 SIZES: dict[str, Any] = {"num_experts": 8, "hidden": 8, "top_k": 2, "max_tokens": 6, "dtype": torch.float32}
 GOOD: dict[str, Any] = {**SIZES, "timeout": 30.0}

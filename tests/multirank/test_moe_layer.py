@@ -327,6 +327,7 @@ def test_a_layer_that_one_rank_cannot_build_is_refused_on_all(rank: int, world_s
             "config is a NoneType": {"config": None},
             "max_tokens is None": {"max_tokens": None},
             "loss_group is 3": {"loss_group": 3},
+            "loss_group is 4": {"loss_group": 4, "config": replace(config, aux_loss="global")},
             "overlap is True": {"overlap": True},
             "experts is int": {"experts": 3},
             "OverlapConfig.keep is 'rows'": own,
