@@ -338,7 +338,8 @@ class MoELayer(nn.Module):
             if balance is not None and balance.exchanges == before and not known_to_all(error):
                 balance.bring_nothing(self.config.num_experts, self.comm.device)  # other ranks wait for this
             raise
-        self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # not a recomputation
+            self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
         # The losses are attached to the weights, if these have gradients, so that the recomputation of
         # torch.utils.checkpoint can stop before the combine.

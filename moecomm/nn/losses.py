@@ -44,7 +44,24 @@ def loss_of_counts(
         probs_TE = probs_TE.masked_fill(~mask_T.unsqueeze(1), 0.0)
         tokens = mask_T.sum().clamp(min=1)
     chosen = counts_E.sum().clamp(min=1) if top_k is None else top_k * tokens
-    return torch.dot(probs_TE.sum(dim=0), counts_E.to(probs_TE.dtype) / (chosen * tokens))
+    factors_E = counts_E.to(probs_TE.dtype) / (chosen * tokens)
+    if top_k is None:
+        return _Dot.apply(probs_TE.sum(dim=0), factors_E)  # type: ignore[no-untyped-call]
+    return torch.dot(probs_TE.sum(dim=0), factors_E)
+
+
+class _Dot(torch.autograd.Function):
+    """torch.dot with constant factors. It does not save them for the backward: torch.utils.checkpoint would
+    replace them by those of the recomputation, before which other microbatches may have been counted."""
+
+    @staticmethod
+    def forward(ctx: Any, sums_E: Tensor, factors_E: Tensor) -> Tensor:
+        ctx.factors_E = factors_E
+        return torch.dot(sums_E, factors_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factors_E, None
 
 
 def loss_of_sequences(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None) -> Tensor:

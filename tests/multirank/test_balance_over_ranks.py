@@ -59,10 +59,10 @@ def plain_loss(weight_EH: Tensor, sequences: list[Tensor], counted: list[Tensor]
 
 def run_by(way: str, layer: MoELayer) -> Any:
     """The layer, within torch.utils.checkpoint where `way` says so."""
-    if way not in ("checkpoint", "keep_plans"):
+    if way not in ("checkpoint", "keep_plans", "reentrant"):
         return layer
     options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
-    return partial(checkpoint, layer, use_reentrant=False, **options)
+    return partial(checkpoint, layer, use_reentrant=way == "reentrant", **options)
 
 
 # -- parts of sequences ------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_one_rank_refuses(rank: int, world_size: int) -> None:
 TOKENS = [5, 0, 7, 3]
 
 
-@pytest.mark.parametrize("way", ["", "checkpoint", "keep_plans"])
+@pytest.mark.parametrize("way", ["", "checkpoint", "keep_plans", "reentrant"])
 @pytest.mark.parametrize(("world_size", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 @on_ranks()
 def test_loss_over_all_tokens_of_a_step(rank: int, world_size: int, ep: int, way: str, seed: int) -> None:
@@ -185,7 +185,7 @@ def test_loss_over_all_tokens_of_a_step(rank: int, world_size: int, ep: int, way
                 for tokens in TOKENS[:world_size]
             ]
             seen = torch.cat((seen, *every))
-            (run(every[rank]) * 0).sum().backward()
+            (run(every[rank].requires_grad_()) * 0).sum().backward()
             losses = [plain_loss(weight_EH, [x], [seen]) if len(x) else 0 * weight_EH.sum() for x in every]
             assert_close(layer.last_losses["aux_loss"], losses[rank].detach())
             (grad,) = torch.autograd.grad(sum(losses) / (3 * world_size), weight_EH)
@@ -203,6 +203,33 @@ def test_loss_over_all_tokens_of_a_step(rank: int, world_size: int, ep: int, way
         assert_close(layer.router.weight.grad, wanted)
         layer.zero_grad()
         update_expert_bias(layer)
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@on_ranks(2)
+def test_forwards_before_the_first_backward(rank: int, world_size: int, at_once: bool, seed: int) -> None:
+    """Under a checkpoint their counts are those of the first pass, not of the second: that comes after the
+    backward of another forward."""
+    torch.manual_seed(seed + rank)
+    layer = MoELayer(replace(CONFIG, aux_loss="global"), max_tokens=8)
+    parts = [torch.randn(5 + rank, HIDDEN, dtype=torch.float64) + k for k in range(2)]
+    found = {}
+
+    def step(way: str) -> None:
+        ys = [(run_by(way, layer)(x.requires_grad_()) * 0).sum() for x in parts]
+        last = layer.last_losses["aux_loss"]
+        for y in [ys[0] + ys[1]] if at_once else ys:
+            y.backward()
+        assert layer.last_losses["aux_loss"] is last
+        found[way] = layer.router.weight.grad
+
+    for way in ("", "checkpoint", "keep_plans"):
+        step(way)
+        layer.zero_grad()
+        update_expert_bias(layer)
+        assert_close(found[way], found[""])
+    refused(partial(step, "reentrant"), "pass use_reentrant=False")
     layer.comm.close()
 
 
