@@ -40,6 +40,7 @@ def start() -> int:
     if "LOCAL_RANK" not in os.environ:
         return start_ranks(parse())
     stop = StopRequest()  # before torch is imported: from here on Ctrl-C requests a stop
+    stop.watch_output()
     run_rank(parse(), stop)
     return 0
 

@@ -48,6 +48,7 @@ def start() -> int:
     if "LOCAL_RANK" not in os.environ:
         return start_ranks(command_line.parse())
     stop = StopRequest()  # before torch is imported: from here on Ctrl-C requests a stop
+    stop.watch_output()
     run_rank(after_restart(command_line.parse()), stop)
     return 0
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from lm.stop import Output
+
 
 class UsageError(Exception):
     """An error that the user can fix, found before anything was computed: the exit code is 2."""
@@ -46,7 +48,7 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except Exception as error:
-        if _is_unread():
+        if _is_unread() and not isinstance(sys.stdout, Output):
             os._exit(128 + signal.SIGPIPE)
         if not isinstance(error, (UsageError, RunError)):
             raise

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from tests.examples.conftest import (
     SMALL_MODEL,
     SMALL_RUN,
     BaseRun,
+    clean_environment,
     processes_naming,
     wait_until,
 )
@@ -290,6 +292,19 @@ def test_steps_that_are_no_number_end_a_run_and_leave_its_good_checkpoints(
     assert "suspect-00000004" in {path.name for path in checkpoints.iterdir()}
     done = train_badly(run, *again, "--steps=4", "--lr=1e-3")
     assert "resumed at step 3 of 4" in done.out and RESULT.fullmatch(done.last_line)
+
+
+def test_a_run_that_nobody_reads_ends_with_a_checkpoint(text_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "train_lm.py", *ONE_LAYER, "--save-every=999", "--steps=999"]
+    command += ["--log-every=1", "--data", text_folder, "--out", tmp_path]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=clean_environment()) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.readline()
+        running.stdout.close()
+        said = running.stderr.read()
+    assert running.returncode == 0 and said.count("nobody reads the output any more") == 1, said
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
 def test_a_resumed_run_says_how_its_rate_jumps(base_run: BaseRun, tmp_path: Path) -> None:
