@@ -310,8 +310,7 @@ class MoELayer(nn.Module):
         """Chooses the experts of each token. Returns the rows, ids and weights that are sent to the experts;
         and the routing whose losses are still to be attached to the layer's result (None: the weights have
         them). Sets last_losses and last_tokens_per_expert. Raises on this rank alone."""
-        x_TH = x
-        balance = self._balance
+        x_TH, balance = x, self._balance
         before = 0 if balance is None else balance.exchanges
         try:
             with without_autocast(self.comm.device.type):
@@ -330,8 +329,7 @@ class MoELayer(nn.Module):
                     )
                 x_TH, given = x.flatten(0, 1), flat(x, given)
                 seq_len = seq_len if "cu_seqlens" in given else x.shape[1] or None
-            if balance is not None:
-                # before the router's forward, in which ranks wait for each other
+            if balance is not None:  # before the router's forward, in which ranks wait for each other
                 self.router.check(x_TH, seq_len, **given)
             routing = self._choose_experts(x_TH, seq_len, given)
         except Exception as error:
@@ -372,9 +370,8 @@ class MoELayer(nn.Module):
         if getattr(router.forward, "__func__", None) is TopKRouter.forward:
             given = {**given, "again": again}
         routing = router(x_TH, seq_len, **given)
-        same = routing.topk_idx_TK is again.kept_TK or (
-            x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
-        )
+        capturing = x_TH.is_cuda and torch.cuda.is_current_stream_capturing()
+        same = capturing or routing.topk_idx_TK is again.kept_TK
         if not same and not torch.equal(routing.topk_idx_TK, again.kept_TK):
             raise InvalidArgument(
                 "layer.router, a router of one's own or with a hook that chooses, chose other experts when a "
@@ -386,9 +383,7 @@ class MoELayer(nn.Module):
         self, y_TH: Tensor, shape: torch.Size, dtype: torch.dtype, unattached: Routing | None
     ) -> Tensor:
         """Returns y in the shape and dtype of the layer's input, with the losses of `unattached`."""
-        y_TH = y_TH.to(dtype)
-        if unattached is not None:
-            y_TH = self._attach(y_TH, unattached)
+        y_TH = y_TH.to(dtype) if unattached is None else self._attach(y_TH.to(dtype), unattached)
         # Not a view: if changed in place, a view loses FSDP2's backward hook; and torch refuses in-place
         # changes of a view of a Python function's result (`attach_loss`).
         is_result = y_TH.shape == shape and unattached is None

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecomm.arguments import check_balancing, described, require_ascending, require_integer, require_mask
+from moecomm.autograd.repeated import dot_with_constants
 from moecomm.errors import InvalidArgument, InvalidRouting, MismatchedArguments, PeerLost, of_peer
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.expert_ranks import SEQUENCE, STAGE
@@ -45,23 +46,7 @@ def loss_of_counts(
         tokens = mask_T.sum().clamp(min=1)
     chosen = counts_E.sum().clamp(min=1) if top_k is None else top_k * tokens
     factors_E = counts_E.to(probs_TE.dtype) / (chosen * tokens)
-    if top_k is None:
-        return _Dot.apply(probs_TE.sum(dim=0), factors_E)  # type: ignore[no-untyped-call]
-    return torch.dot(probs_TE.sum(dim=0), factors_E)
-
-
-class _Dot(torch.autograd.Function):
-    """torch.dot with constant factors. It does not save them for the backward: torch.utils.checkpoint would
-    replace them by those of the recomputation, before which other microbatches may have been counted."""
-
-    @staticmethod
-    def forward(ctx: Any, sums_E: Tensor, factors_E: Tensor) -> Tensor:
-        ctx.factors_E = factors_E
-        return torch.dot(sums_E, factors_E)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factors_E, None
+    return (torch.dot if top_k is not None else dot_with_constants)(probs_TE.sum(dim=0), factors_E)
 
 
 def loss_of_sequences(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None) -> Tensor:

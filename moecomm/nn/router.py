@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
-from torch.utils.checkpoint import CheckpointFunction
 
 from moecomm.arguments import require_integer, require_tensor
+from moecomm.autograd.repeated import RepeatedForwards
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels import choices
@@ -25,8 +23,6 @@ from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, loss_of_counts, loss_of_sequences, z_loss
 
 _INTEGERS = (torch.int32, torch.int64)
-_REENTRANT = {CheckpointFunction.forward.__code__: 1, CheckpointFunction.backward.__code__: -1}
-"""The two passes of a checkpoint with use_reentrant=True."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +87,7 @@ class TopKRouter(nn.Module):
                 f"limit_nodes is {config.limit_nodes} and a router does not know the nodes: "
                 "pass config.for_nodes(number of nodes)"
             )
-        self.config, self._balance = config, balance
+        self.config, self._balance, self._forwards = config, balance, RepeatedForwards()
         dtype = torch.promote_types(config.dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
@@ -102,8 +98,6 @@ class TopKRouter(nn.Module):
         load_E = torch.empty(config.num_experts, dtype=torch.int64, device=device) if counts else None
         self.register_buffer("expert_bias_E", bias_E)
         self.register_buffer("load_E", load_E, persistent=False)
-        self._recorded = 0  # calls of record_load
-        self._repeated = Counter[int]()  # of each such number, forwards that a checkpoint is to compute again
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -253,11 +247,9 @@ class TopKRouter(nn.Module):
         config = self.config
         by_weight = weights_TK if config.drop_policy == "probs" else None
         limit = tokens_per_expert_limit(config, topk_idx_TK.shape[0])
-        experts = config.num_experts
         if gaps:  # choices of -1 form one more expert, number E
-            topk_idx_TK = topk_idx_TK.masked_fill(topk_idx_TK < 0, experts)
-            experts += 1
-        return choices.kept_choices(topk_idx_TK, by_weight, experts, limit)
+            topk_idx_TK = topk_idx_TK.masked_fill(topk_idx_TK < 0, config.num_experts)
+        return choices.kept_choices(topk_idx_TK, by_weight, config.num_experts + gaps, limit)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         config = self.config
@@ -298,7 +290,7 @@ class TopKRouter(nn.Module):
             elif config.aux_loss == "global":
                 # load_E has the choices of the step's microbatches whose backward has run.
                 if self.training and self.load_E is not None:
-                    self._require_same_load()
+                    self._forwards.require_same_counts()
                     counts_E = counts_E + self.load_E
                 if self._balance is not None:
                     counts_E = self._balance.over_ranks(counts_E)
@@ -320,25 +312,7 @@ class TopKRouter(nn.Module):
         aux_loss="global", later losses of the step include it. Does nothing without load_E."""
         if self.load_E is not None:
             self.load_E += tokens_per_expert_E
-            self._recorded += 1
-
-    def _require_same_load(self) -> None:
-        """Raises InvalidArgument if a checkpoint with use_reentrant=True computes a forward again and load_E
-        has changed since: its gradients, unlike those of use_reentrant=False, are of the second pass."""
-        frame = None if torch.compiler.is_compiling() else sys._getframe()
-        while frame is not None and frame.f_code not in _REENTRANT:
-            frame = frame.f_back
-        if frame is None:
-            return
-        self._repeated[self._recorded] += _REENTRANT[frame.f_code]
-        left = self._repeated[self._recorded]
-        if left <= 0:
-            del self._repeated[self._recorded]
-        if left < 0:
-            raise InvalidArgument(
-                "aux_loss='global': a checkpoint with use_reentrant=True computes a forward again after the "
-                "backward of another one of the layer, whose choices now count, too: pass use_reentrant=False"
-            )
+            self._forwards.counted()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         # model.to(torch.bfloat16) must not round the balancing bias: steps of 0.001 would be lost.
