@@ -196,7 +196,8 @@ def test_a_backward_within_autocast_changes_nothing(
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             found.append(gradients(layer, layer, x_TH))
-    assert_close(*found, rtol=1e-5, atol=1e-5)
+    for one, other in zip(*found, strict=True):  # the router's sums may run in another order
+        assert_close(one, other, rtol=0, atol=1e-5 * float(one.abs().max()))
 
 
 class Product(torch.nn.Module):
