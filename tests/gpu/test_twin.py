@@ -168,7 +168,8 @@ def test_rows_of_many_tokens(
         (3000, 7168, 8, 6, "rank"),
         (1030, 9000, 8, 16, "expert"),  # rows in two pieces
         (5001, 520, 6, 2, "expert"),
-        (17000, 64, 32, 8, "expert"),  # lists of fewer tokens than a chunk has
+        (17000, 2056, 32, 8, "expert"),  # pipes whose lists have fewer tokens than a chunk
+        (17000, 1024, 2, 66, "expert"),  # short rows, without pipes
         (17000, 64, 32, 66, "rank"),
     ],
 )
