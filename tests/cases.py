@@ -4,8 +4,6 @@ A `Case` travels to the ranks; tests/oracle.py says what has to come out. Small 
 every device.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of what tests between nodes need of this machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from moecomm import _C

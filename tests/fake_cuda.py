@@ -5,8 +5,6 @@ mapping a real mapping: what one process stores through its address another one 
 fake counts what is alive and can make the n-th call of a name fail.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import mmap

@@ -5,8 +5,6 @@ under autograd. `options` is a dict with the names of MoEConfig's fields. One ra
 influence each other in no way, because capacity and losses are per rank.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

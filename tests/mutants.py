@@ -15,8 +15,6 @@ Needs what `make build` needs: CMake, Ninja, a C++ compiler and pybind11. No GPU
 mutated.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -8,8 +8,6 @@ them.
 N counts the tokens of all ranks in a row: token t of rank s is n = starts[s] + t.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A recorder for GraphedStep that records nothing: each replay runs the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

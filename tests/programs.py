@@ -1,8 +1,6 @@
 """Runs Python programs as `python ARGUMENTS` would, in a fraction of the time: in processes that are forked
 with all libraries loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

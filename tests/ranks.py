@@ -4,8 +4,6 @@ A test that is the same for both is written once, with the fixture `pool`: tests
 CPUs, and a file of tests/gpu that imports it hands it ranks on GPUs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

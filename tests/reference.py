@@ -14,8 +14,6 @@ its weight if there are weights, and rounds the sum; the home rank sums the owne
 same way and rounds once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

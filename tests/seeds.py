@@ -1,7 +1,5 @@
 """The base of all random seeds of one test run."""
 
-from __future__ import annotations
-
 import os
 
 _base: int | None = None

@@ -1,7 +1,5 @@
 """The documentation says what is so: the example runs, numbers are the program's, links lead somewhere."""
 
-from __future__ import annotations
-
 import doctest
 import math
 import os

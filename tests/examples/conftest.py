@@ -1,7 +1,5 @@
 """Text to train on, runs that tests share, and how an example is started as a user does."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints of the training example: whole or not there, whatever happens while they are written."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import threading

@@ -1,7 +1,5 @@
 """examples/finetune_hf.py: its text, its sizes, and runs on CPU ranks."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Attention of the language-model example against plain loops over heads and positions, in float64."""
 
-from __future__ import annotations
-
 import cmath
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The loss of the language-model example, computed by slices of tokens, against torch's on all logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

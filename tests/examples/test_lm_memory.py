@@ -1,7 +1,5 @@
 """What a block keeps for its backward, counted: --recompute frees what docs/memory.md says."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

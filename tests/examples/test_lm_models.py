@@ -1,7 +1,5 @@
 """Presets of published models: their size, what a token takes, and that small ones of their kind train."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training example's optimizer: weights and moments of float32 or bfloat16, arithmetic in float32."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The modules of the language-model example that need no ranks: data, model, options, metrics, pictures."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

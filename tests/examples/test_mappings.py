@@ -6,8 +6,6 @@ MOECOMM_TEST_MAPPINGS=all runs all mappings, for 20 steps each; with -s pytest s
 of which docs/folding.md has the largest.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Outputs that are made again for the backward: the bits of a backward that keeps them."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

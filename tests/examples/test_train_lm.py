@@ -1,7 +1,5 @@
 """The main example as a user runs it: a small model on real text, on ranks of its own or torchrun's."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

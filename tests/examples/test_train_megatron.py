@@ -1,7 +1,5 @@
 """examples/train_megatron.py on two CPU ranks, and what it says of wrong options."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """bench/train_perf.py: both variants train the same model, and one that does not is found."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

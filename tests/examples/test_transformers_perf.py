@@ -1,7 +1,5 @@
 """bench/transformers_perf.py on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

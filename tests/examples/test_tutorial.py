@@ -1,7 +1,5 @@
 """The numbered examples, started alone and by torchrun. Each of them checks its own results."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

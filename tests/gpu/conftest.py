@@ -1,7 +1,5 @@
 """Sets of ranks on GPUs, kept for the whole run: a process with a CUDA context takes seconds to start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ for each rank as ever. What a rank leaves behind in torch (deterministic mode, c
 after each call.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence

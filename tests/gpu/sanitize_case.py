@@ -5,8 +5,6 @@
 Ranks are plain child processes. The exit code is 0 if every result was right.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -4,8 +4,6 @@ depend on the address, memory that they leave alone, streams, graphs, devices.
 Bodies run on rank 0 of a pool of one.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Arrays of other libraries go in without a copy, and what comes out can be taken over by them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any

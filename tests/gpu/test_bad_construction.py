@@ -1,7 +1,5 @@
 """Constructions that cannot work on GPUs: the same typed error on all ranks, and a good one right after."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

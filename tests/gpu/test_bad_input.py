@@ -1,7 +1,5 @@
 """Bad input on GPUs: the tests of the CPU ranks, and what a fixed dispatch with bad ids leaves behind."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The benchmark of training steps on GPUs: every variant verified, clocks and power recorded."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

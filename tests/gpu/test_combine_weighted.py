@@ -1,8 +1,6 @@
 """Weights of tokens that travel with a combine: the bits of weights that came with the dispatch, in graphs,
 too; ranks that disagree are told; other communicators refuse it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

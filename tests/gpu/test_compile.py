@@ -1,7 +1,5 @@
 """torch.compile(fullgraph=True) over dispatch, experts and combine: no graph break, equal results."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The module deep_ep of compat/deep_ep on GPUs: the tests of the CPU ranks, and what GPUs alone have."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

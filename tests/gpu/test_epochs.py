@@ -2,8 +2,6 @@
 writes over what somebody still reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

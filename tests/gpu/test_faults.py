@@ -1,8 +1,6 @@
 """Ranks that die or never come while others wait in kernels: the tests of the CPU ranks, with living CUDA
 contexts, and close() while kernels run."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

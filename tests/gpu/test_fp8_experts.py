@@ -4,8 +4,6 @@ bits in whatever way it runs, also in a graph.
 Bodies of the kernels' tests run on rank 0 of a pool of one.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

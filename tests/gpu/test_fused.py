@@ -2,8 +2,6 @@
 whatever the other ranks run. Most small tests of this folder run them; here are the borders, and the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -2,8 +2,6 @@
 thousands of replays. On the CPU backend the graph is the step itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

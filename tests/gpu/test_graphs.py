@@ -4,8 +4,6 @@
 job there. Token counts change by ids: a token whose ids are all -1 is not there.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """MoELayer on GPUs: the same bits in whatever way it runs, also in a graph; nearly the numbers of the CPU; no
 hidden wait of the host."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -1,7 +1,5 @@
 """Communicators on GPUs come and go: the tests of the CPU ranks, and what only GPUs have beside them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """Parts of the language-model example on GPUs: attention that does not keep all logits against one that does,
 the loss by slices of tokens, and the optimizer's compiled kernel against the update of float32 copies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ those of one process on one GPU.
 With -s pytest shows the largest differences, of which docs/folding.md has the largest.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

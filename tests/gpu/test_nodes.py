@@ -4,8 +4,6 @@ Tests of one node find the same results here; `pool` and `require_own_ranks` are
 only several nodes have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 enough, or too small, and then the rows come into another one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

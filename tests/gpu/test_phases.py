@@ -1,7 +1,5 @@
 """When operations pass their phases, by stamps in their kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

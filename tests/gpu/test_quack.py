@@ -1,7 +1,5 @@
 """Products by quack-kernels have float64's numbers, and a layer with them is what it is with torch's."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

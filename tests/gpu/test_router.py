@@ -1,7 +1,5 @@
 """The router's kernel against the operations of torch."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

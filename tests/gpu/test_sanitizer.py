@@ -1,7 +1,5 @@
 """compute-sanitizer over small cases: no bad access to memory, no race in shared memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Jobs of real size against the oracle, bit for bit, with all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small whole jobs against the oracle, bit for bit: the tests of the CPU ranks, on GPUs."""
 
-from __future__ import annotations
-
 from tests.multirank.test_dispatch_combine import (  # noqa: F401
     test_a_slow_rank_is_seen_by_the_others,
     test_all_tokens_to_one_rank,

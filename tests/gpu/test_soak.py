@@ -3,8 +3,6 @@
 MOECOMM_SOAK_STEPS sets the number of steps (500 by default; 10000 for a release).
 """
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import replace

@@ -4,8 +4,6 @@
 proves that the call did not wait for the stream; no time is measured.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

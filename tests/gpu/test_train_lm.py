@@ -1,7 +1,5 @@
 """examples/train_lm.py on GPUs: the loss curve of a small model is that of the CPU run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of transformers in bfloat16, their experts' tokens by moecomm, beside one process and all-to-all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ Nothing that a program puts between the two calls of a dispatch may keep them ap
 events, a wait of the host for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

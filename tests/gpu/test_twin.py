@@ -2,8 +2,6 @@
 and in graphs, results have the same bits; rows of many tokens are those of a sort, sums those of additions in
 their order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

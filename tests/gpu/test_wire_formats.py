@@ -1,8 +1,6 @@
 """Formats of rows on their way: bit for bit what the contract says, and within the bound of the error, in all
 ways to use them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Exceptions as results: what a call raised on a rank, in a form that travels back to the test, and asserts
 of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

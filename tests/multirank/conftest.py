@@ -1,7 +1,5 @@
 """Sets of ranks on CPUs that tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Small random models of transformers, and what ranks do with them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

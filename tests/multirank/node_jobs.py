@@ -2,8 +2,6 @@
 back to the test, and counts of the resources that a process holds.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

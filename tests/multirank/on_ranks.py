@@ -5,8 +5,6 @@ def test_sums(rank: int, world_size: int, seed: int) -> None:
     ...
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

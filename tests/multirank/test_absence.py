@@ -1,8 +1,6 @@
 """Without a timeout of the caller's, a rank that lives and has not begun the operation has longer than one
 that hangs within it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from typing import Any

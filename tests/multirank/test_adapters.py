@@ -2,8 +2,6 @@
 
 Weights after some steps are those of ranks that hold all experts."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

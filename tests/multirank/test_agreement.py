@@ -1,8 +1,6 @@
 """Ranks compare what they are about to average: nobody waits for a rank that has raised an error, and no sum
 is of different parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

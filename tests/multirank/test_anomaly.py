@@ -1,7 +1,5 @@
 """torch.autograd.detect_anomaly has nothing to find in rows past the last group, which nobody writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

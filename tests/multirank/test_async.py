@@ -1,7 +1,5 @@
 """async_op: operations under way, several at a time, waited for in any order, and gradients through them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

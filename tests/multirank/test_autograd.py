@@ -1,8 +1,6 @@
 """Gradients: against finite differences, under checkpointing, and as autograd asks for them. Their bits are
 checked by test_dispatch_combine.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

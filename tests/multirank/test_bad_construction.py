@@ -1,7 +1,5 @@
 """A communicator that cannot be built: a typed error on all ranks, nothing left, and the next one works."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -6,8 +6,6 @@ rank that made the mistake; what the device finds (ids, ranks that disagree, a p
 dropless dispatch, which waits anyway, and else from check() once the work is done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Balancing losses that are of several ranks' tokens, beside plain torch on all of them, and configs that
 ranks compare."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark programs with real ranks: paths verified and recorded, a wrong one caught, ranks ended."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import signal

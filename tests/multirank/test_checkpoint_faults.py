@@ -1,8 +1,6 @@
 """Checkpoints of models whose state has other names than their parameters, of experts with buffers, and of
 optimizers with numbers, or without state for some parameters: what is saved comes back, or is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

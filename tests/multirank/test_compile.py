@@ -1,7 +1,5 @@
 """torch.compile over several ranks: the same numbers as without, gradients included, at every dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

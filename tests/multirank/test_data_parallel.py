@@ -2,8 +2,6 @@
 sees all ranks' tokens; and what of them is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import re

@@ -1,8 +1,6 @@
 """DistributedDataParallel around layers: replicas that leave out layers, gradients that add up, layers that
 share experts, and what is not prepared. Gradients are those of `sync_gradients` without a wrapper."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

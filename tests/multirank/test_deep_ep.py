@@ -1,7 +1,5 @@
 """The module deep_ep of compat/deep_ep, on CPU ranks: its own calls, and callers written for DeepEP."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect

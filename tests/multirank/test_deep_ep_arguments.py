@@ -1,7 +1,5 @@
 """Bad arguments of the calls of compat/deep_ep: one after the other, everything else as it should be."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

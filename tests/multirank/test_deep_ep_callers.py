@@ -2,8 +2,6 @@
 order, and what they read of the results. Rows and sums are compared with a layer of simple experts that knows
 the tokens of all ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """HybridEPBuffer of the module deep_ep, on CPU ranks: its own calls, and Megatron-Core, which calls it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

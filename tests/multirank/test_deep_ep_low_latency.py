@@ -1,8 +1,6 @@
 """The low-latency calls of compat/deep_ep's Buffer, on CPU ranks: against loops over all ranks' tokens,
 and in the order in which servers call them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Dispatch, combine and their gradients against the oracle, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

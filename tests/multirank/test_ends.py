@@ -1,8 +1,6 @@
 """An operation that waits in a thread of its own for a rank that does not come does not hold up its process:
 after an uncaught exception, Ctrl-C in wait() or close() that ends, and the others hear of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Operations whose epochs pass 2^31 and 2^32, where 32 bits would change their sign or begin anew."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

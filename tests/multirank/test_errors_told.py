@@ -1,8 +1,6 @@
 """What goes wrong on one rank before its part of an operation has begun: an error on all ranks, and ranks in
 step, so that the rows of a later step are those of that step on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import resource

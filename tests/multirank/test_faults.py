@@ -4,8 +4,6 @@ left, life afterwards; on one node and on several, which are emulated on this ho
 These ranks end with their test: each pays for fresh processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

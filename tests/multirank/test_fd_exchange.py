@@ -1,7 +1,5 @@
 """Open files between processes: who gets which, who is refused, and what a missing rank leads to."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

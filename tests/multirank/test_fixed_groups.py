@@ -1,8 +1,6 @@
 """Dispatches in the expert layout whose groups all have the same number of rows (`expert_capacity`): the same
 rows, weights, sums and gradients as those of a dropless dispatch, bit for bit, at their fixed places."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 dropped choices and checkpoints, with experts split over ETP ranks or not; and what of it is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -2,8 +2,6 @@
 takes them, and ranks that do not make the same ones are told so.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

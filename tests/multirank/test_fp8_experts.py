@@ -1,8 +1,6 @@
 """MoELayer with its experts in fp8, on several ranks: near the dense reference in float64, the same bits in
 whatever way it runs, and never with weights of an earlier step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

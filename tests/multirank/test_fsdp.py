@@ -1,7 +1,5 @@
 """MoELayer under FSDP2: weights sharded over the ranks that hold the same experts."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Norms of gradients of all orders over ranks that hold different experts, beside those of all gradients in
 one place."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The harness itself: results, errors, deadlines, deaths."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What a host or a container may lack or have otherwise: descriptors, system calls, users, /dev/shm."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,8 +1,6 @@
 """What a MoELayer keeps between a forward and its backward, and what comes later: bytes of each `keep`, plans
 of checkpoints, gradients of weights that are put off, and nothing beyond the step."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from functools import partial

@@ -1,7 +1,5 @@
 """Calls along a kept handle: rows again, and a backward by hand, against autograd and against a dispatch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Lifetime of windows, communicators and outputs, and who may use them: close, with, GC, threads, fork."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """`python -m moecomm`: the report alone, and tried out between the ranks of torchrun."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

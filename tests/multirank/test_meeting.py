@@ -1,8 +1,6 @@
 """Ranks that are in the constructor at the same time meet, whatever they or others did before; ranks of
 different groups do not."""
 
-from __future__ import annotations
-
 import datetime
 import signal
 import threading

@@ -1,8 +1,6 @@
 """Models of Megatron-Core, their tokens carried by moecomm and by its own dispatchers, on the CPU, where
 examples/megatron_cpu.py stands in for the GPU that it asks for."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

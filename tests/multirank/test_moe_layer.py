@@ -1,7 +1,5 @@
 """MoELayer on 1 to 4 ranks equals loops over tokens and experts: outputs, losses, and all gradients."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

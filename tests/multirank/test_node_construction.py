@@ -2,8 +2,6 @@
 that says what to do, nothing left, and the next one works.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 also when what they leave behind is still on its way; forked children.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

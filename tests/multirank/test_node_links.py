@@ -6,8 +6,6 @@ Needs root, `ip` and `tc`; the ranks still share /dev/shm and process numbers, s
 nodes of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,8 +1,6 @@
 """Nodes emulated on one host, reached over libfabric: the same results as on one node, bit for bit where that
 is promised, against the reference and against the product's own one-node path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 is right, or refused, and never silent.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """A MoELayer with experts of the user's own equals all experts applied to all tokens, with gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

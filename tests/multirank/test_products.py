@@ -1,7 +1,5 @@
 """Gradients of weights that products add to what is there, and both orders of SwiGLU's columns."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from functools import partial

@@ -1,7 +1,5 @@
 """Random whole jobs against the numpy reference: hypothesis chooses, one set of ranks plays them all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

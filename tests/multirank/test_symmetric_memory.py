@@ -1,7 +1,5 @@
 """Symmetric memory between processes, over a stand-in for the CUDA driver whose memory is the host's."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

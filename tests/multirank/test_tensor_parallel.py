@@ -1,8 +1,6 @@
 """Gradients of what torch's tensor parallelism splits beside a MoELayer under a folding: sync_gradients and
 clip_grad_norm give those of one process with all ranks' tokens."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

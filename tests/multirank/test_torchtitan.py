@@ -1,7 +1,5 @@
 """Mixtures of experts of torchtitan, their tokens carried by moecomm and by torchtitan's own all-to-all."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Models of transformers whose experts get their tokens by moecomm, beside one process and transformers'
 own."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path

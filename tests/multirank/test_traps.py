@@ -1,8 +1,6 @@
 """docs/traps.md: what is right for dense models and wrong for experts spread over ranks is refused, or has a
 way that is right."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

@@ -21,8 +21,6 @@ Epochs have no bound: a state is kept relative to the least epoch that somebody 
 number of states is finite and the search covers runs of every length.
 """
 
-from __future__ import annotations
-
 import argparse
 import graphlib
 import time

@@ -1,7 +1,5 @@
 """The small searches of the protocol's model find nothing wrong, and each mutant is found."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.protocol.model import MUTANTS, QUICK, Protocol, Violation, search

@@ -1,7 +1,5 @@
 """Fixtures that several files of unit tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

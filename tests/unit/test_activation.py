@@ -1,8 +1,6 @@
 """The weighted activation against a reference in float64, its rounding, and what is no real row.
 tests/gpu/test_activation.py runs the tests that have a `pool` on a GPU, too, where the kernels compute."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

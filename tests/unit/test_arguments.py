@@ -1,7 +1,5 @@
 """The checks of a call's arguments, without a communicator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark programs' command lines, without ranks: options, sizes, and the plans of run_all.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import run_all

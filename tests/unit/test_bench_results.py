@@ -1,7 +1,5 @@
 """Records, and the page and pictures made from them; the repository's own records are the example."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

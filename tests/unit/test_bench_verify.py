@@ -1,7 +1,5 @@
 """Parts of the benchmarks, without ranks: routings, bytes, and checks that do catch mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

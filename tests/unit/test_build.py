@@ -1,7 +1,5 @@
 """Choices of CMake: what it builds on a machine, by what it finds there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

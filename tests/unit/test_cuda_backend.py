@@ -1,7 +1,5 @@
 """The CUDA backend's Python side: what it asks of the runtime, in which order and on which stream."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """The CUDA backend's Python side: on which stream operations run, what they wait for, and work that is waited
 for later."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Which device serves, what its formats are, and what a communicator on the CPU has of what GPUs have."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,8 +1,6 @@
 """The report of `python -m moecomm` on GPUs and the network, with stand-ins for torch's view of GPUs, for the
 driver and for libfabric."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

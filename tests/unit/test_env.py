@@ -1,7 +1,5 @@
 """Environment variables."""
 
-from __future__ import annotations
-
 import dataclasses
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """The tree of errors and what each carries."""
 
-from __future__ import annotations
-
 import pytest
 
 import moecomm

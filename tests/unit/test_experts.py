@@ -1,7 +1,5 @@
 """GroupedExperts against one feed-forward per row, and what happens to empty groups, tails and copies."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,8 +1,6 @@
 """Parallel folding: its arithmetic against plain numpy and against published mappings worked out by hand,
 what it refuses, and its drawing."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The experts' products in fp8: their error, which weights are kept quantised and for how long."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,8 +1,6 @@
 """Choices of experts that come from outside the router: kept ones of a forward that is computed again, ones
 that are replayed, and none for padding. One rank, beside a plain mixture of experts in torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

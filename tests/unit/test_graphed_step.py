@@ -1,7 +1,5 @@
 """Refusals of GraphedStep, and its messages. Steps are in tests/multirank/test_graphed_step.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

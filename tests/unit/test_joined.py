@@ -1,7 +1,5 @@
 """Rows of several passes in one, against plain loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

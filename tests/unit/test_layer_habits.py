@@ -1,8 +1,6 @@
 """What programs do with a layer: compile it, load its weights, put other tensors in their place, leave steps
 out. One rank, so that gradients can be compared with those of the plain way."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Dependencies run one way, in Python and in C++; read from the sources, nothing is imported."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """The operators that torch.compile sees, on one rank: descriptions, order, and what breaks a graph."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Size and sections of a window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

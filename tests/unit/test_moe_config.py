@@ -1,7 +1,5 @@
 """MoEConfig accepts what it documents and names the field, the value and the bound of what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

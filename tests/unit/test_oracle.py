@@ -1,7 +1,5 @@
 """The torch oracle of tests/gpu against the loops of tests/reference.py, on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Timelines; stages and their times; transfers on a stream of their own, and on how many SMs."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines of the experts' products: which one is chosen, and what is refused; tiles of quack's kernels."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that help() describes every public name, and that docs/api.md is what its script makes of them."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

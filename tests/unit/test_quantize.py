@@ -1,8 +1,6 @@
 """Rows and columns in e4m3: bit for bit against numpy. Tests on ranks run on a GPU, too
 (tests/gpu/test_fp8_experts.py)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The README's code and commands: every Python block is one that a test runs, every make target exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

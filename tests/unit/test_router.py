@@ -1,7 +1,5 @@
 """TopKRouter against loops over tokens and experts, and the properties of each routing option."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The router by one kernel, with torch in the kernel's place; tests/gpu runs the same with the kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

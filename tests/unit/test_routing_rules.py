@@ -1,8 +1,6 @@
 """Rules of published models beside plain torch: how a group's worth is reckoned, weights on the experts'
 input, and balancing biases that stay, or whose mean does."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Second derivatives through moecomm are refused, and not left out; on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Symmetric memory over a stand-in for the CUDA driver, one rank: what is called, freed, and raised."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Node maps: pure arithmetic, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

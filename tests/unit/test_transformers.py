@@ -1,7 +1,5 @@
 """What moecomm.transformers finds before it registers anything."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

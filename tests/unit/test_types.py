@@ -1,7 +1,5 @@
 """The types of the public surface."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The reference of the wire formats: against torch's own conversion, against float64, and worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
