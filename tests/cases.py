@@ -222,8 +222,6 @@ def _expected(case: Case, capacity: int | None, rank: int) -> reference.Dispatch
 
 
 # -- sets of cases -------------------------------------------------------------------------------------------
-
-
 def unequal_tokens(size: int, most: int, seed: int) -> tuple[int, ...]:
     """Unequal counts with a zero among them, where there is more than one rank."""
     counts = np.random.default_rng(seed).integers(1, most + 1, size)
@@ -300,8 +298,6 @@ def many_steps(size: int, seed: int) -> list[Case]:
 
 
 # -- on a rank -----------------------------------------------------------------------------------------------
-
-
 def to_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
     """Narrow floating-point types widen to float32, which is exact."""
     if tensor is None:

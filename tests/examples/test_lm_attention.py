@@ -73,8 +73,6 @@ def run(attention: nn.Module, config: AttentionConfig, x_BSH: Tensor) -> Tensor:
 
 
 # -- the reference: one sequence, one head, one query at a time --------------------------------------------
-
-
 def frequency(c: AttentionConfig, i: int, half: int) -> float:
     """The angle base^(-2i / D), or as YaRN has it: that of a window as long as before, of one so many times
     as long, or in between. A pair that turns n times within a window as before has the place
@@ -162,8 +160,6 @@ def reference(w: dict[str, Tensor], c: AttentionConfig, x_BSH: Tensor, layer: in
 
 
 # -- tests -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "layer"), [*((name, 0) for name in CASES), ("window", 1), ("as in gpt-oss", 3)]
 )

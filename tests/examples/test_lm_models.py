@@ -190,8 +190,6 @@ def test_vocabulary_is_padded(tmp_path: Path) -> None:
 
 
 # -- older runs --------------------------------------------------------------------------------------------
-
-
 def test_options_of_an_older_run(tmp_path: Path) -> None:
     """A run that was saved before there were these flags has what they stood for, and keeps it."""
     parse(tmp_path, "small").save(tmp_path)

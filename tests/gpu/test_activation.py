@@ -31,8 +31,6 @@ KINDS = ("bfloat16", "float16", "float32")
 
 
 # -- what has to be the same bits --------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -152,8 +150,6 @@ def test_the_host_does_not_wait(rank: int, world_size: int, seed: int) -> list[s
 
 
 # -- streams, graphs, devices ------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @on_ranks(1)

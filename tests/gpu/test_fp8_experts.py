@@ -53,8 +53,6 @@ def _capability(rank: int, world_size: int) -> tuple[int, int]:
 
 
 # -- kernels -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize("dtype", KINDS)
 @on_ranks(1)

@@ -80,8 +80,6 @@ def test_attention_of_long_windows_keeps_no_logits(kind: str, queries: int, seed
 
 
 # -- the head -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_head_equals_cross_entropy_in_a_part_of_its_memory(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int

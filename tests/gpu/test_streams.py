@@ -60,8 +60,6 @@ def _leaves(known: Oracle) -> Inputs:
 
 
 # -- the host never waits in the fixed mode ------------------------------------------------------------------
-
-
 def _step(comm: Any, known: Oracle, own: Inputs, grad_TH: torch.Tensor) -> tuple[Any, torch.Tensor]:
     out = known.dispatch(comm, own)
     weights = out.weights if known.job.layout == "expert" else None
@@ -119,8 +117,6 @@ def test_dropless_waits_for_its_own_count_only(rank: int, world_size: int, seed:
 
 
 # -- order with the caller's work ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "another stream"])
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -197,8 +193,6 @@ def test_the_caller_changes_streams(rank: int, world_size: int, slack: int | Non
 
 
 # -- async_op ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @on_ranks("size")
 def test_async_follows_torch_distributed(rank: int, world_size: int, seed: int) -> list[str]:
@@ -304,8 +298,6 @@ def test_several_in_flight(rank: int, world_size: int, slack: int | None, seed: 
 
 
 # -- several communicators -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @on_ranks("size")
 def test_several_communicators_on_streams_of_their_own(rank: int, world_size: int, seed: int) -> list[str]:

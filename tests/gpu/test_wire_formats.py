@@ -90,8 +90,6 @@ def test_any_number_of_sms_gives_the_same_bits(rank: int, world_size: int, wire:
 
 
 # -- data and scales, in and out -----------------------------------------------------------------------------
-
-
 def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
     """dequantize=False hands on what the reference's quantisation gives; also where the caller quantised."""
     problems = []
@@ -189,8 +187,6 @@ def test_error_against_float64(rank: int, world_size: int, dtype: str, wire: str
 
 
 # -- sums of a combine ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_in_fp8(pool: Pools, size: int, dtype: str, seed: int) -> None:
@@ -209,8 +205,6 @@ def test_many_sums_in_fp8(pool: Pools, size: int, hidden: int, seed: int) -> Non
 
 
 # -- gradients -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -231,8 +225,6 @@ def test_many_gradients_in_narrow_formats(pool: Pools, size: int, wire: str, see
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 @on_ranks("most_ranks")
 def test_bad_pairs(rank: int, world_size: int, wire: str, seed: int) -> list[str]:

@@ -229,8 +229,6 @@ def test_a_dispatch_in_halves(rank: int, world_size: int, seed: int) -> list[str
 
 
 # -- autograd and threads ------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_wait_records_as_the_call_did_and_gives_threads_one_result(
     rank: int, world_size: int, seed: int

@@ -26,8 +26,6 @@ def _holes(size: int, seed: int) -> Case:
 
 
 # -- across ranks: the derivative of the job's one loss by an input of any rank ------------------------------
-
-
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @on_ranks("size")
@@ -69,8 +67,6 @@ def test_finite_differences_across_ranks(
 
 
 # -- checkpointing -------------------------------------------------------------------------------------------
-
-
 def _train(rank: int, case: Case, mode: str) -> list[torch.Tensor]:
     """Two layers, three steps, one communicator; `mode` says how the forward is kept for the backward."""
     with ranks.communicator(**case.communicator) as comm:

@@ -175,8 +175,6 @@ def test_non_contiguous_input_works(rank: int, world_size: int) -> list[str]:
 
 
 # -- combine -------------------------------------------------------------------------------------------------
-
-
 @on_ranks("ranks_or_alone")
 def test_combine_arguments(rank: int, world_size: int, seed: int) -> list[str]:
     """The last rank makes each mistake. On GPUs it hears of it from the call, the others from check()."""
@@ -205,8 +203,6 @@ def test_combine_arguments(rank: int, world_size: int, seed: int) -> list[str]:
 
 
 # -- ranks that disagree -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks("size")
 def test_calls_that_differ_between_ranks(rank: int, world_size: int, seed: int) -> list[str]:
@@ -246,8 +242,6 @@ def test_calls_that_differ_between_ranks(rank: int, world_size: int, seed: int) 
 
 
 # -- closed communicators, inputs in the window --------------------------------------------------------------
-
-
 @on_ranks("most_ranks")
 def test_use_after_close(rank: int, world_size: int) -> list[str]:
     case = small(world_size)
@@ -287,8 +281,6 @@ def test_empty_input_arguments(rank: int, world_size: int) -> None:
 
 
 # -- too small a capacity ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @on_ranks("ranks_or_alone")
 def test_too_small_a_capacity(rank: int, world_size: int, layout: str, seed: int) -> list[str]:

@@ -275,8 +275,6 @@ def test_a_plan_runs_and_writes_nothing_unasked(
 
 
 # -- programs as a user starts them --------------------------------------------------------------------------
-
-
 def test_a_program_joins_torchruns_ranks(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     target = tmp_path / "out.json"
@@ -345,8 +343,6 @@ def test_a_program_whose_output_nobody_reads_any_more_ends_without_words() -> No
 
 
 # -- the programs in C++ -------------------------------------------------------------------------------------
-
-
 def test_the_proxy_takes_every_command_whoever_pushes_it() -> None:
     content = native.document("proxy_rate", ("0.01",), "abc")
     assert content["command"] == "proxy_rate 0.01"

@@ -135,8 +135,6 @@ def nodes(*given: Any) -> Any:
 
 
 # -- death in the middle of steps ----------------------------------------------------------------------------
-
-
 def _killed(rank: int, world_size: int, victim: int, how: str, folder: str) -> Found:
     """The victim dies between or within steps; the others sit in the next one, and in nothing else."""
     case = small(world_size)
@@ -276,8 +274,6 @@ def test_death_during_a_backward(fresh_ranks: FreshRanks, most_ranks: int) -> No
 
 
 # -- leaving -------------------------------------------------------------------------------------------------
-
-
 def _leaves_early(rank: int, world_size: int, leaver: int, how: str) -> Found:
     """A rank closes its communicator, or simply drops it, while others still need it."""
     comm, known = start(small(world_size), rank)
@@ -374,8 +370,6 @@ def test_nobody_loses_rows_when_others_leave(size: int, where: str, seed: int) -
 
 
 # -- a rank that stops ---------------------------------------------------------------------------------------
-
-
 def _stop_for(pid: int, seconds: float, after: float = 0.0) -> subprocess.Popen[bytes]:
     """Stops the process from another one, which continues it."""
     return subprocess.Popen(
@@ -455,8 +449,6 @@ def test_a_stopped_rank_is_a_timeout_with_rank_peer_and_phase(
 
 
 # -- a rank that does not come -------------------------------------------------------------------------------
-
-
 def _absent(rank: int, world_size: int, fixed: bool) -> Found:
     """Rank 1 does something else for longer than the deadline."""
     timeout = 1.0 if ranks.on_cpu() else 2.0
@@ -529,8 +521,6 @@ def test_death_during_the_construction_leaves_nothing_behind() -> None:
 
 
 # -- everybody dies; interrupts ------------------------------------------------------------------------------
-
-
 def _all_die(rank: int, world_size: int) -> None:
     comm, known = start(small(world_size), rank)
     one_step(comm, known)

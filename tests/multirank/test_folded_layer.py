@@ -233,8 +233,6 @@ def test_in_a_graph(rank: int, world_size: int, seed: int) -> None:
 
 
 # -- gradients under wrappers, stages ----------------------------------------------------------------------
-
-
 def model_of(moe: MoELayer) -> Any:
     return nn.Sequential(OrderedDict(moe=moe))
 
@@ -299,8 +297,6 @@ def test_pipeline_stages(rank: int, world_size: int, seed: int) -> None:
 
 
 # -- state ---------------------------------------------------------------------------------------------------
-
-
 def trained(
     rank: int, arguments: dict[str, Any], case: Case, seed: int, sharded: bool = False
 ) -> tuple[Any, torch.optim.Optimizer, MoELayer]:
@@ -385,8 +381,6 @@ def test_a_state_of_another_part_is_refused(rank: int, world_size: int, seed: in
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_what_does_not_fit_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
     folding = ParallelFolding(world_size=world_size, tp=2, etp=2, ep=2)

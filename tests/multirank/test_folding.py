@@ -112,8 +112,6 @@ def test_the_program_prints_a_mapping_or_why_there_is_none() -> None:
 
 
 # -- ranks that do not make the same -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("case", "kind", "says"),
     [

@@ -43,8 +43,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 # -- ranks that are missing ----------------------------------------------------------------------------------
-
-
 def _missing(rank: int, world_size: int, per_node: int, victim: int, phase: str, half: str) -> Found:
     """The victim ends before or after its part of a step of the construction, or never begins one."""
     case = small_case(world_size, per_node)
@@ -123,8 +121,6 @@ def test_an_interrupt_ends_a_construction() -> None:
 
 
 # -- settings ------------------------------------------------------------------------------------------------
-
-
 def _with_settings(
     rank: int, world_size: int, per_node: int, trials: list[tuple[int, dict[str, str], dict[str, Any]]]
 ) -> tuple[list[Found], list[str]]:

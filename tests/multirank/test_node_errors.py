@@ -34,8 +34,6 @@ pytestmark = needs_fabric
 
 
 # -- the mistakes of one node, with the ranks on three -------------------------------------------------------
-
-
 @pytest.fixture
 def three(pool: Pools) -> Pools:
     """The ranks of test_bad_input.py on three nodes; what travels comes late and in random order."""
@@ -66,8 +64,6 @@ def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Pools) ->
 
 
 # -- operations that are left in the middle ------------------------------------------------------------------
-
-
 def _left_in_the_middle(rank: int, world_size: int, case: Case, rounds: int) -> tuple[list[str], list[str]]:
     """Good operations among bad ones and ones that this or another rank leaves between their halves, all in
     an order that the ranks share. Returns what went otherwise than it should."""
@@ -139,8 +135,6 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
 
 
 # -- forked children -----------------------------------------------------------------------------------------
-
-
 def _with_children(rank: int, world_size: int, case: Case) -> tuple[list[int], list[str]]:
     """Children of all kinds of moments look at the communicator, drop it, and end."""
 
@@ -221,8 +215,6 @@ def test_a_loss_is_noticed_although_a_child_lives_on(tmp_path: Path) -> None:
 
 
 # -- the end -------------------------------------------------------------------------------------------------
-
-
 def _dropped(rank: int, world_size: int) -> tuple[float, int]:
     """Rank 0 drops its communicator while rank 1 is stopped, which cannot say that all has arrived."""
     comm = communicator(small_case(world_size, 1), 2.0)

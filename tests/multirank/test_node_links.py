@@ -139,8 +139,6 @@ def _docker0(hosts: Hosts, carrier: bool) -> None:
 
 
 # -- results -------------------------------------------------------------------------------------------------
-
-
 def _on_hosts(
     rank: int, world_size: int, hosts: Hosts, some: list[Case]
 ) -> list[tuple[bool, list[str], dict[str, float]]]:
@@ -178,8 +176,6 @@ def test_results_over_a_slow_network(hosts: Hosts, seed: int) -> None:
 
 
 # -- a link that fails ---------------------------------------------------------------------------------------
-
-
 def _away_for_a_moment(rank: int, world_size: int, hosts: Hosts, case: Case) -> list[str]:
     def cut() -> None:
         time.sleep(0.1)
@@ -257,8 +253,6 @@ def test_a_link_that_is_cut(hosts: Hosts) -> None:
 
 
 # -- addresses -----------------------------------------------------------------------------------------------
-
-
 def _address(rank: int, world_size: int, hosts: Hosts) -> tuple[bool, list[str]]:
     hosts.enter(rank)
     case = small_case(2, 1)

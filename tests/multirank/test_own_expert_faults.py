@@ -81,8 +81,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 # -- fully_shard around experts of one's own ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ep", "how"),
     [
@@ -136,8 +134,6 @@ def test_own_parameters_that_are_replaced(rank: int, world: int) -> None:
 
 
 # -- fully_shard around experts whose weights are all parametrized -----------------------------------------
-
-
 class Adapter(nn.Module):
     def __init__(self, shape: torch.Size, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -252,8 +248,6 @@ def test_parametrized_experts_are_one_graph(rank: int, world: int) -> None:
 
 
 # -- states of experts of one's own ------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_state_of_another_ranks_own_experts_is_refused(rank: int, world: int) -> None:
     model = own_model(rank, world, world)
@@ -310,8 +304,6 @@ def test_a_state_of_another_ranks_own_experts_is_refused(rank: int, world: int) 
 
 
 # -- main_grad beside parameters that were added -----------------------------------------------------------
-
-
 def adapted(rank: int, world: int, main_grad: bool, frozen: bool, overlap: OverlapConfig) -> Model:
     config = MoEConfig(**SIZES, main_grad=main_grad)
     model = model_of(rank, world, config, overlap=overlap)
@@ -347,8 +339,6 @@ def test_adapters_have_a_grad_beside_main_grad(
 
 
 # -- parameters of experts that are in another place too ---------------------------------------------------
-
-
 @pytest.mark.parametrize("ep", [2, 1])
 @on_ranks(2)
 def test_a_parameter_of_experts_and_of_another_module_is_refused(rank: int, world: int, ep: int) -> None:
@@ -376,8 +366,6 @@ def test_experts_may_have_a_second_name(rank: int, world: int) -> None:
 
 
 # -- hooks -------------------------------------------------------------------------------------------------
-
-
 FIXED = {"capacity_factor": 12.0, "pad_to_capacity": True}
 
 

@@ -323,8 +323,6 @@ def test_refuses(name: str, value: Any, text: str) -> None:
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("backend", "activation"), [("inductor", "swiglu"), ("aot_eager", "gelu")])
 def test_in_a_graph(pool: Pools, backend: str, activation: str, seed: int) -> None:
     """Around the operator stand products of matrices alone: inductor takes them from a library, and needs no

@@ -24,8 +24,6 @@ def one_case(flags: str, rank: int = 0, program: str = "dispatch") -> case.Case:
 
 
 # -- inputs --------------------------------------------------------------------------------------------------
-
-
 def test_generated_ids_are_distinct_and_repeat_for_a_seed(seed: int) -> None:
     one_hot = one_case("--routing one-hot --experts 12 --topk 4 -b 500").ids_TK
     made = [one_hot, inputs.balanced(500, 4, 12), inputs.hot(500, 4, 12, seed, 0)]
@@ -70,8 +68,6 @@ def test_quantised_rows_are_those_of_the_reference(wire: str, seed: int) -> None
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------
-
-
 def test_rows_that_travel_are_counted_once_for_each_rank_or_node(seed: int) -> None:
     ids_R = [np.array([[0, 2]], dtype=np.int32), np.array([[0, 1]], dtype=np.int32)]
     assert case.pairs(ids_R, 4).tolist() == [[1, 1], [1, 0]]
@@ -93,8 +89,6 @@ def test_full_puts_are_as_large_as_moecomms(tokens: int, hidden: int) -> None:
 
 
 # -- the checks ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_mistake_of_a_dispatch_is_counted(dtype: str, seed: int) -> None:
     """The check counts each mistake made in rows that the reference's own dispatch has put there."""

@@ -75,8 +75,6 @@ def fitting(draw: st.DrawFn) -> Arguments:
 
 
 # -- properties ----------------------------------------------------------------------------------------------
-
-
 @hypothesis_seed(seeds.base())
 @settings(max_examples=80, deadline=None)
 @given(arguments=fitting(), backwards=st.booleans())
@@ -155,8 +153,6 @@ def test_the_smallest_world_is_the_smallest(arguments: Arguments) -> None:
 
 
 # -- published mappings --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Published:
     """A mapping as its source gives it, and what follows from it, worked out by hand: no number below was
@@ -239,8 +235,6 @@ def test_groups_that_megatron_core_spells_out() -> None:
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["world_size", *SIZES])
 @pytest.mark.parametrize("value", [0, -1, True, "2", 2.0, None, 2**31], ids=repr)
 def test_sizes_that_are_no_positive_integers_are_refused(name: str, value: Any) -> None:
@@ -340,8 +334,6 @@ def test_a_folding_is_a_frozen_value() -> None:
 
 
 # -- drawing -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

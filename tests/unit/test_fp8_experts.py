@@ -68,8 +68,6 @@ def operands(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 # -- the arithmetic ----------------------------------------------------------------------------------------
-
-
 def _check_products(rows: int, a: int, b: int, ends: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(rows, a, device=ranks.device(), dtype=torch.bfloat16)
@@ -245,8 +243,6 @@ def test_in_a_graph(seed: int) -> None:
 
 
 # -- weights that are kept ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts how often weights, which have three dimensions, were quantised."""
@@ -379,8 +375,6 @@ def test_in_inference_mode(seed: int) -> None:
 
 
 # -- where it can be ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -34,8 +34,6 @@ def test_what_is_exposed() -> None:
 
 
 # -- stages --------------------------------------------------------------------------------------------------
-
-
 class Gpu(FakeGpu):
     """A fake GPU whose events are numbered in the order of their recording."""
 
@@ -124,8 +122,6 @@ def test_no_record_while_a_graph_is_captured(gpu: Gpu) -> None:
 
 
 # -- transfers beside products -------------------------------------------------------------------------------
-
-
 class Result:
     """A tensor that notes the streams which keep it."""
 

@@ -20,8 +20,6 @@ def config_of(**options: Any) -> MoEConfig:
 
 
 # -- groups ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("best", "top_k"), [(1, 4), (2, 4), (2, 6), (3, 4), (None, 4)])
 def test_worth_of_a_group(best: int | None, top_k: int, seed: int) -> None:
     """best=1 is the code of DeepSeek-V2 (group_scores = scores.max), 2 that of DeepSeek-V3 for any K."""
@@ -86,8 +84,6 @@ def test_weights_on_the_input(way: str, shared: int, seed: int) -> None:
 
 
 # -- balancing biases --------------------------------------------------------------------------------------
-
-
 def test_biases_that_stay(seed: int) -> None:
     """Fine-tuning with rate 0 has the biases of a checkpoint, and a rate that is given moves them."""
     torch.manual_seed(seed)
