@@ -1,8 +1,7 @@
 // Combine, at a token's own rank (its home): adds the sums that the owners of the token's experts sent, by
 // ascending owner rank in float32, and rounds once.
 //   - the listing warps of pipes (sum_pipe.cuh) take this rank's tokens in order and wait until the owners'
-//     sums have arrived. Short rows and quantised sums have no pipe: a warp takes a part of a token, and
-//     waits
+//     sums have arrived. Short rows and quantised sums have no pipe: a warp takes part of a token, and waits
 //   - a token's slots are in ascending order of owner rank, and are added in that order. This rank's own sum
 //     never travels: it is made here when its slot's turn comes, and rounded as if it had travelled
 //   - another node has one slot, however many of its ranks own experts of the token. Its sum is the row that

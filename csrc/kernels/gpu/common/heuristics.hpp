@@ -328,8 +328,7 @@ struct SumMoves {
 
 /// The most blocks that reduce in a combine: as many as fill the links, and some more. Further blocks slow
 /// each other down, and are of more use at the tokens' home (docs/performance.md, "Few SMs on four GPUs").
-/// Quantised sums take longer to make than to send. Short rows, without pipes, take more blocks to fill
-/// links.
+/// Quantised sums take longer to make than to send, and without pipes more blocks are needed to fill links.
 inline int most_reducing(const SumMoves& moves, bool quantised, bool piped) {
   constexpr int kMost = 34, kMostQuantised = 26;
   if (quantised) return kMostQuantised;
