@@ -30,9 +30,11 @@ from transformers import (
     TrainerCallback,
     TrainerState,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 from transformers.distributed import DistributedConfig
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging as transformers_logging
 
 from finetune import demo, report, sizes, text
@@ -228,6 +230,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         train_dataset=training,
         eval_dataset=held_out,
         processing_class=tokenizer,
+        data_collator=default_data_collator,  # a tokenizer's would pad, and many have no token for that
         callbacks=[watch],
     )
     trainer.balance, trainer.top_k = options.balance, model_size.top_k
@@ -395,6 +398,7 @@ def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
         raise UsageError(f"transformers cannot load {source} on {world} ranks: {error}") from error
     if options.balance and "output_router_logits" not in inspect.signature(model.forward).parameters:
         raise UsageError(f"--balance: {type(model).__name__} does not tell its routers' logits")
+    keep_apart(model)
     if not options.lora:
         return model
     from peft import LoraConfig, get_peft_model
@@ -406,6 +410,23 @@ def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
     return get_peft_model(
         model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets)
     )
+
+
+def keep_apart(model: Any) -> None:
+    """Separates the attention of documents, which begin at position 0. transformers does so for most models,
+    but not for gpt-oss."""
+
+    def add_mask(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        positions = options.get("position_ids")
+        if positions is not None and options.get("attention_mask") is None:
+            dtype = torch.bfloat16 if positions.is_cuda else torch.float32  # that of the computation
+            embeddings = torch.empty(*positions.shape, 1, dtype=dtype, device=positions.device)
+            mask = create_masks_for_generate(model.config, embeddings, None, None, positions)
+            options = {**options, "attention_mask": mask}
+        return arguments, options
+
+    # Not a hook of the whole model: its balancing loss takes a mask for one of padding.
+    model.base_model.register_forward_pre_hook(add_mask, with_kwargs=True)
 
 
 def _sample(model: Any, tokenizer: Any, held_out: text.Windows, options: Options) -> tuple[str, str]:

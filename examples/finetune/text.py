@@ -4,8 +4,8 @@
    chat, where only the assistant's words are learned.
 2. A hash of its text puts each document into the training set or the held-out set.
 3. `Windows` concatenates them and cuts windows of `seq` tokens. A document, or the rest of it in a further
-   window, begins at position 0, by which transformers separates the attention of documents. The first token
-   of a document is not a target.
+   window, begins at position 0, by which run.py separates the attention of documents. The first token of a
+   document is not a target.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     demo.write_text(folder / "text")
     demo.write_model(folder / "model", folder / "text", seed=1)
+    config = folder / "model" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"pad_token"', '"no_pad_token"'))  # as many published ones
     for number, file in enumerate(sorted((folder / "text").iterdir())):
         if number % 10:
             file.unlink()
@@ -256,6 +258,20 @@ def test_each_layer_is_balanced_by_itself(tmp_path: Path, model: Path) -> None:
         trainer._save_checkpoint(loaded, None)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_no_document_sees_another_one(tmp_path: Path, family: str) -> None:
+    from finetune.run import keep_apart
+    from transformers import AutoModelForCausalLM
+
+    save_model(family, tmp_path, seed=1)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    keep_apart(loaded)
+    tokens, positions = torch.arange(3, 67).view(2, 32), (torch.arange(32) % 16).repeat(2, 1)
+    both = loaded(tokens, position_ids=positions, use_cache=False, output_router_logits=True)
+    alone = loaded(tokens[:, 16:]).logits
+    assert torch.allclose(both.logits[:, 16:], alone, rtol=1e-5, atol=1e-5) and both.aux_loss > 0
+
+
 # ---- runs ----
 
 SMALL = "--seq 32 --batch 2 --log-every 1 --eval-every 2 --save-every 2 --sample 4"
@@ -349,7 +365,9 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chat = chat_of("Count.", "one two three four five")
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
-    flags = f"--lora --lr 1e-2 --steps 4 {SMALL} --log-every 3".split()  # the first losses, and the last
+    flags = (
+        f"--lora --lr 1e-2 --balance 0.01 --steps 4 {SMALL} --log-every 3".split()
+    )  # the first losses, and the last
     said = _run(model, chats, "--out", tmp_path / "run", *flags)
     first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
     assert last < first and "step     4/4  loss" in said
