@@ -31,7 +31,7 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl")
 @dataclass(frozen=True)
 class Document:
     text: str = ""
-    messages: Sequence[dict[str, str]] = ()
+    messages: Sequence[dict[str, Any]] = ()
 
     @property
     def held_out(self) -> bool:
@@ -45,7 +45,7 @@ def read_documents(places: Sequence[str]) -> list[Document]:
     found: list[Document] = []
     for file in find_files(places):
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")  # some editors begin files by a mark
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"TEXT: {file}: {error}") from None
         if file.suffix == ".jsonl":
@@ -78,10 +78,10 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
         try:
             value = json.loads(line)
             if "messages" in value:
-                found = Document(messages=[{k: m[k] for k in ("role", "content")} for m in value["messages"]])
+                found = Document(messages=list(value["messages"]))
             else:
                 found = Document(value["text"])
-            for each in (found.text, *(m["content"] for m in found.messages)):
+            for each in (found.text, *(m[key] for m in found.messages for key in ("role", "content"))):
                 str.encode(each)  # refuses what is no text, and halves of surrogate pairs
             yield found
         except (ValueError, KeyError, TypeError) as error:
@@ -91,39 +91,43 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
             ) from None
 
 
-def encode(document: Document, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a document and their targets: the tokens themselves, or NO_TARGET. Raises
-    UsageError for messages where the tokenizer has no chat template."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Returns sequences of tokens, each with its targets: the tokens themselves, or NO_TARGET. A chat is one,
+    unless its template changes answers when others follow (that of Qwen3 leaves out their thoughts): then
+    each answer is one, with all that came before it. Raises UsageError for messages where the tokenizer has
+    no chat template."""
     if not document.messages:
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         tokens = [*tokenizer(document.text, add_special_tokens=False)["input_ids"], *end]
-        return tokens, [NO_TARGET, *tokens[1:]] if tokens else []
+        return [(tokens, [NO_TARGET, *tokens[1:]])] if tokens else []
     if tokenizer.chat_template is None:
         raise UsageError("TEXT has messages, and the model's tokenizer no chat template: bring plain text")
-    tokens, targets = [], []
-    for place, message in enumerate(document.messages, 1):
-        learned = message["role"] == "assistant"
-        if learned:  # the text before the answer is given
-            given = _render(document.messages[: place - 1], tokenizer, add_generation_prompt=True)
-            targets += [NO_TARGET] * (len(given) - len(tokens))
-            tokens = given
-        whole = _render(document.messages[:place], tokenizer)
-        if whole[: len(tokens)] != tokens:
+    found: list[tuple[list[int], list[int]]] = []
+    for place, message in enumerate(document.messages):
+        if message["role"] != "assistant":
+            continue
+        given = _render(document.messages[:place], tokenizer, add_generation_prompt=True)
+        whole = _render(document.messages[: place + 1], tokenizer)
+        if whole[: len(given)] != given:
             raise UsageError(
-                "TEXT has messages that the chat template changes when others follow: bring plain text"
+                "TEXT has messages, and the model's chat template does not put an answer where it asks for "
+                "one: bring plain text"
             )
-        added = whole[len(tokens) :]
-        targets += added if learned else [NO_TARGET] * len(added)
-        tokens = whole
-    return tokens, targets
+        before, targets = found.pop() if found else ([], [])
+        if given[: len(before)] != before:
+            found.append((before, targets))
+            before, targets = [], []
+        unlearned = [NO_TARGET] * (len(given) - len(before))
+        found.append((whole, [*targets, *unlearned, *whole[len(given) :]]))
+    return found
 
 
-def _render(messages: Sequence[dict[str, str]], tokenizer: Any, **options: Any) -> list[int]:
+def _render(messages: Sequence[dict[str, Any]], tokenizer: Any, **options: Any) -> list[int]:
     try:
         return list(
             tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)
         )
-    except TemplateError as error:  # many templates refuse roles that do not alternate
+    except (TemplateError, TypeError) as error:  # many templates refuse roles that do not alternate
         raise UsageError(
             f"TEXT has messages that the model's chat template refuses: {error}: {json.dumps(messages)[:200]}"
         ) from None
@@ -137,10 +141,10 @@ class Windows(Dataset[dict[str, Tensor]]):
         targets: list[int] = []
         positions: list[int] = []
         for document in documents:
-            ids, wanted = encode(document, tokenizer)
-            tokens += ids
-            targets += wanted
-            positions += range(len(ids))
+            for ids, wanted in encode(document, tokenizer):
+                tokens += ids
+                targets += wanted
+                positions += range(len(ids))
         count = len(tokens) // seq
         found = [
             torch.tensor(each[: count * seq], dtype=torch.int64).view(count, seq)
@@ -180,6 +184,7 @@ def split(documents: Sequence[Document], tokenizer: Any, seq: int, least: int) -
     if len(training) < least:
         raise UsageError(
             f"TEXT has {len(training)} windows of --seq {seq} tokens to train on, a step takes {least}: "
-            "bring more text, or a smaller --seq, --batch or --accumulate"
+            "bring more text (of messages the assistant's are learned), or a smaller --seq, --batch or "
+            "--accumulate"
         )
     return training, held_out

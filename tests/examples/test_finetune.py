@@ -53,7 +53,7 @@ def chat_of(*said: str) -> list[dict[str, str]]:
 
 def test_windows_hold_documents_one_behind_the_other(tokenizer: Any) -> None:
     documents = [text.Document("one two three"), text.Document("four")]
-    ids = [text.encode(each, tokenizer)[0] for each in documents]
+    ids = [text.encode(each, tokenizer)[0][0] for each in documents]
     assert [each[-1] for each in ids] == [tokenizer.eos_token_id] * 2
     windows = text.Windows(documents, tokenizer, seq=sum(map(len, ids)))
     only = windows[0]
@@ -64,12 +64,12 @@ def test_windows_hold_documents_one_behind_the_other(tokenizer: Any) -> None:
         assert targets[begin : begin + len(document)] == [text.NO_TARGET, *document[1:]]
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None  # then a document may have no token
-    assert text.encode(text.Document(""), endless) == ([], [])
+    assert text.encode(text.Document(""), endless) == []
 
 
 def test_of_a_chat_the_answers_are_learned(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of("What is 2 + 2?", "Four.", "And 3 + 3?", "Six.")
-    tokens, targets = text.encode(text.Document(messages=chat), tokenizer)
+    [(tokens, targets)] = text.encode(text.Document(messages=chat), tokenizer)
     assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(chat, tokenize=False)
     learned = [token for token, target in zip(tokens, targets, strict=True) if target != text.NO_TARGET]
     assert tokenizer.decode(learned) == "Four.<|end|>\nSix.<|end|>\n"
@@ -79,23 +79,40 @@ def test_of_a_chat_the_answers_are_learned(tokenizer: Any, monkeypatch: pytest.M
     for template, says in (
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "refuses: roles must alternate: .*What is 2"),
+        ("{% if add_generation_prompt %}A:{% else %}{{ messages[-1].content }}{% endif %}", "where it asks"),
     ):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         with pytest.raises(UsageError, match=says):
             text.encode(text.Document(messages=chat), tokenizer)
 
 
+def test_answers_that_a_template_changes_later_are_learned_one_by_one(tokenizer: Any) -> None:
+    """Qwen3's template thinks in the last answer alone; gpt-oss's ends that one by another token."""
+    changing = copy.deepcopy(tokenizer)
+    changing.chat_template = demo.CHAT.replace(
+        "<|end|>", "{{ '<|end|>' if loop.last and not add_generation_prompt else '<|more|>' }}"
+    )
+    chat = text.Document(messages=chat_of("2 + 2?", "Four.", "3 + 3?", "Six.", "Thanks."))
+    found = text.encode(chat, changing)
+    for (tokens, targets), count, answer in zip(found, (2, 4), ("Four.", "Six."), strict=True):
+        whole = changing.apply_chat_template(chat.messages[:count], tokenize=False)
+        assert changing.decode(tokens) == whole
+        learned = [target for target in targets if target != text.NO_TARGET]
+        assert changing.decode(learned) == f"{answer}<|end|>\n" and len(tokens) == len(targets)
+        assert targets[-len(learned) :] == learned == tokens[-len(learned) :]
+
+
 def test_files_and_lines_are_documents(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "a.txt").write_text("plain", encoding="utf-8-sig")
     (tmp_path / "b.jsonl").write_text(
-        '{"text": "of a line"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+        '{"text": "of a line"}\n\n{"messages": [{"role": "user", "content": "hi", "name": "Eve"}]}\n'
     )
     (tmp_path / "c.bin").write_bytes(b"\xff\0")
     (tmp_path / "d.jsonl").write_text('{"text": "one\u2028line"}\n', encoding="utf-8")
     (tmp_path / "e.md").mkdir()
     found = text.read_documents([str(tmp_path)])
     assert [each.text for each in found] == ["plain", "of a line", "", "one\u2028line"]
-    assert found[2].messages == [{"role": "user", "content": "hi"}]
+    assert found[2].messages == [{"role": "user", "content": "hi", "name": "Eve"}]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +122,7 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
         ("a.jsonl", "no json\n", "line 1 must be"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "line 1 must be .*TypeError"),
+        ("a.jsonl", '{"messages": [{"role": 3, "content": "x"}]}\n', "line 1 must be .*TypeError"),
         ("a.jsonl", r'{"text": "half an emoji \ud83d"}', "line 1 must be .*surrogates not allowed"),
         ("a.txt", b"\xff\xfe\x00", "a.txt: .*utf-8"),
         ("a.txt", "  \n", "nothing in"),
