@@ -122,13 +122,13 @@ def _loaded(checkpoint: str | None) -> Iterator[None]:
         yield
         return
     found: list[str | None] = [None] * dist.get_world_size()
-    own = None
+    own: str | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:
         own = in_one_line(error, dist.get_rank())
     dist.all_gather_object(found, own)
-    for why in filter(None, found):
+    if (why := next(filter(None, found), None)) is not None:
         raise UsageError(
             f"--resume: {checkpoint} cannot be loaded ({why}); without it an earlier one is taken"
         )

@@ -113,12 +113,11 @@ def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int
                 "TEXT has messages, and the model's chat template does not put an answer where it asks for "
                 "one: bring plain text"
             )
-        before, targets = found.pop() if found else ([], [])
-        if given[: len(before)] != before:
-            found.append((before, targets))
-            before, targets = [], []
+        if not found or given[: len(found[-1][0])] != found[-1][0]:
+            found.append(([], []))
+        before, targets = found[-1]
         unlearned = [NO_TARGET] * (len(given) - len(before))
-        found.append((whole, [*targets, *unlearned, *whole[len(given) :]]))
+        found[-1] = whole, [*targets, *unlearned, *whole[len(given) :]]
     return found
 
 

@@ -33,10 +33,11 @@ class StopRequest:
             signal.signal(number, self._on_signal)
 
     def watch_output(self) -> None:
-        """From here on it is a request, too, when nobody reads the output any more."""
+        """Replaces sys.stdout: when nobody reads it any more, the run is asked to stop, too."""
         sys.stdout = Output(self)
 
     def ask(self) -> None:
+        """Requests the stop."""
         if not self._asked:
             self._asked, self._since = True, time.monotonic()
 

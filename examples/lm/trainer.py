@@ -197,9 +197,7 @@ class Trainer:
         measured &= step in (1, options.steps) or step % options.log_every == 0
         measure_layers(self.layers, measured)
         self.comm.reset_stats()
-        tokens_BS = self.batches.pop(step, None)
-        if tokens_BS is None:
-            tokens_BS = self._batch(step)
+        tokens_BS = self.batches.pop(step) if step in self.batches else self._batch(step)
         with self.sharding.step() if self.sharding else nullcontext():
             loss_now, load_AE, travelled = self._accumulate(tokens_BS, measured)
         backward_weights(self.model)  # the weight gradients that --delay-wgrad has put off

@@ -40,8 +40,8 @@ class Routed(NamedTuple):
 
 
 def routes_here(x_TH: Tensor, weight_EH: Tensor, top_k: int) -> bool:
-    """Returns whether `route` takes these tensors: on CUDA, outside of torch.compile, of float32 at most, at
-    most 1024 experts and 32 choices."""
+    """Returns whether `route` takes these tensors: on CUDA, outside of torch.compile, both in float32,
+    bfloat16 or float16, with at most 1024 experts and 32 choices."""
     return (
         x_TH.is_cuda
         and x_TH.dtype in _INPUTS
