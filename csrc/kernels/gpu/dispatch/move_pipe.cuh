@@ -89,13 +89,17 @@ inline bool work_together(const DeviceShape& shape) {
 
 /// Returns the tokens per list: a multiple of `chunk` (tokens per chunk). For lone workers it is a fraction
 /// of a chunk if a list does not hold a whole chunk. `each`: most targets of a row. All units of the grid
-/// share `tokens` tokens; lists are so short that the units end at about the same time.
+/// share `tokens` tokens, and store `token_bytes` bytes for each, in the mean. Lists are so short that the
+/// units end at about the same time; those of few bytes are longer, since each list takes some 4 us.
 template <int workers>
-__device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
-  constexpr int kLists = 16;  // least lists per unit
+__device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens,
+                                  int64_t token_bytes) {
+  constexpr int kLists = 16, kFewLists = 3;  // least lists per unit; the same where a list has few bytes
+  constexpr int64_t kFewBytes = 40 << 10;
   const int64_t units = int64_t{gridDim.x} * MovePipe<workers>::kUnits;
+  const auto least = [&](int of) { return of * token_bytes > kFewBytes ? kLists : kFewLists; };
   int most = kMoveTokens;
-  while ((most > chunk && most * kLists * units > tokens) ||
+  while ((most > chunk && most * least(most) * units > tokens) ||
          ((most > chunk || MovePipe<workers>::kAlone) &&
           (most * each > kMoveWords || most > kMoveRounds * map.tokens)))
     most /= 2;

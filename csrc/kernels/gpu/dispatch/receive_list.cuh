@@ -79,8 +79,9 @@ struct ByList {
   static constexpr bool kShorter = MovePipe<workers>::kAlone;
   const TokenLanes& map;
   int ranks;
+  int64_t token_bytes;  ///< bytes that a token has in this rank's output, in the mean
   __device__ int list(int64_t tokens) const {
-    return move_tokens<workers>(map, map.top_k, chunk_tokens(tokens), tokens * ranks);
+    return move_tokens<workers>(map, map.top_k, chunk_tokens(tokens), tokens * ranks, token_bytes);
   }
   __device__ int operator()(int64_t tokens) const {
     return kShorter ? max(list(tokens), chunk_tokens(tokens)) : list(tokens);
@@ -109,7 +110,10 @@ class ReceiveLister {
         map_(map),
         plan_{args.plan, comm.plan_fields},
         tokens_of_(plan_.at(plan_.fields.tokens)),
-        size_{map, comm.ranks()},
+        size_{map, comm.ranks(),
+              comm.window.shape.row_bytes() *
+                  (args.layout == RowLayout::expert ? map.top_k : min(map.top_k, comm.ranks())) /
+                  comm.ranks()},
         claims_end_(static_cast<uint32_t>(most_claims(comm, tokens_of_, size_) * comm.ranks())),
         claims_(&comm.state().item_next) {}
 

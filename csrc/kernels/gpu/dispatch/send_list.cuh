@@ -54,17 +54,19 @@ struct SendList {
 };
 
 /// Cuts the tokens of chunks [first, all) into lists, and loads their ids. Warps with the same `counter`
-/// share the chunks. `each`: most targets of a row; `shift`: as in TokenOrder. All lanes call every function.
+/// share the chunks. `each`: most targets of a row; `row_bytes`: bytes of a row; `shift`: as in TokenOrder.
+/// All lanes call every function.
 template <int workers, class Id>
 class SendLister {
  public:
   __device__ SendLister(const SendArguments& args, const TokenLanes& map, const Id* ids, int each,
-                        int64_t first, int64_t all, int shift, uint32_t* counter)
+                        int64_t row_bytes, int64_t first, int64_t all, int shift, uint32_t* counter)
       : ids_(ids),
         map_(map),
         // A chunk that has to wait for memory gets a list of its own.
-        size_(args.later ? chunk_tokens(args.tokens)
-                         : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens)),
+        size_(args.later
+                  ? chunk_tokens(args.tokens)
+                  : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens, row_bytes)),
         begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
         end_(static_cast<int>(min(all * chunk_tokens(args.tokens), args.tokens))),
         order_(max(end_ - begin_, 0), size_, shift),
@@ -99,7 +101,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   const TokenLanes map = TokenLanes::of_many(comm.top_k());
   // The first `at_once` chunks wait for no memory; each later chunk reuses the memory of an earlier one.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
-  SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
+  SendLister<workers, Id> lister(args, map, ids, most_owners(comm), row_bytes, args.later ? at_once : 0,
                                  args.later ? chunk_count(args.tokens) : at_once,
                                  places_shift(comm, comm.rank, args.tokens),
                                  args.later ? &state.later_next : &state.send_next);
