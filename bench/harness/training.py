@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
         raise UsageError(f"{taken[0]} is not for train_perf.py, which keeps nothing of the training")
     steps = str(_steps(plan))
     fixed = ["--out", tempfile.gettempdir(), "--steps", steps, "--log-every", steps]
-    options = command_line.parse([*others, *fixed])
+    options = command_line.parse(["--no-graph", *others, *fixed])  # else one variant alone had a graph
     not_for_torch = {
         "--etp": options.etp > 1,
         "--pp": options.pp > 1,

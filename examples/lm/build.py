@@ -228,11 +228,18 @@ def build_graphed_step(
     model: Transformer,
     comm: moecomm.Communicator,
 ) -> GraphedStep:
-    """Builds a step in a CUDA graph with room for slightly more rows than balanced routing brings. Raises
-    UsageError on the CPU."""
+    """Builds a step in a CUDA graph with room for slightly more rows than balanced routing brings, and for
+    those of any routing that there was. Raises UsageError on the CPU."""
     if comm.device.type != "cuda":
         raise UsageError(f"--graph: a graph is of GPUs, and this run is on the {comm.device.type}")
-    return GraphedStep(forward_backward, model, headroom=HEADROOM)
+    return GraphedStep(forward_backward, model, headroom=HEADROOM, grows=True)
+
+
+def fits_twice(device: torch.device) -> bool:
+    """Returns whether this GPU's memory has room for twice what this process has taken at most: a graph keeps
+    a step's tensors of its own."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return 2 * torch.cuda.max_memory_allocated(device) < 0.9 * total
 
 
 def build_optimizer(model: Transformer, options: Options) -> AdamW:

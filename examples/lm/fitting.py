@@ -53,6 +53,17 @@ def compiles(options: Options, device: str) -> bool:
     return importlib.util.find_spec("triton") is not None and compiler is not None and headers.exists()
 
 
+def captures(options: Options, device: str) -> bool:
+    """Returns whether steps on devices of this type may become CUDA graphs: as --graph says; without it on
+    GPUs, unless a window or the weights are split, something is recomputed, or products are not in bfloat16.
+    """
+    if options.graph is not None:
+        return options.graph
+    whole = options.tp == options.cp == options.pp == options.microbatches == 1 and not options.fsdp
+    plain = options.dtype == "bfloat16" and options.expert_precision == "dtype" and not options.recompute
+    return device == "cuda" and whole and plain
+
+
 def check_ranks(options: Options, world: int) -> ParallelFolding:
     """Lays out `world` ranks. Raises UsageError where batch, windows, heads or experts do not divide over
     them, or torch lacks the pipeline's schedule."""

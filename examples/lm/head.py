@@ -8,6 +8,7 @@ time, and the gradients from them right away: backward only multiplies these by 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moecomm.kernels import quack
+
 SLICE_BYTES = 1 << 30
 """Bytes of the float32 logits that exist at a time. Their bfloat16 gradient takes half as much again.
 Products of at least a thousand tokens are as fast as larger ones."""
+
+QUACK_MOST = 1 << 18
+"""The largest vocabulary for which quack's kernel is used. Its blocks share a token's logits."""
 
 SLICE_MULTIPLE = 128
 """Larger slices are a multiple of this many tokens, like the tiles of a product."""
@@ -91,7 +97,7 @@ def _by_slices(
     size = max(1, SLICE_BYTES // (weight_VH.shape[0] * summed.itemsize))
     if size > SLICE_MULTIPLE:
         size -= size % SLICE_MULTIPLE
-    softmax = _compiled_softmax() if x_TH.is_cuda else _softmax
+    softmax = _softmax_on(x_TH.device, x_TH.dtype, weight_VH.shape[0])
     for start in range(0, len(x_TH), size):
         part = slice(start, start + size)
         logits_TV = x_TH[part] @ weight_VH.T
@@ -117,9 +123,31 @@ def _softmax(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_gra
     return -log_share_T1.squeeze(1)
 
 
+def _softmax_on(device: torch.device, dtype: torch.dtype, vocab: int) -> Callable[..., Tensor]:
+    """Returns the fastest `_softmax` for logits of `dtype`. On Hopper GPUs it is quack's kernel if quack is
+    installed: that reads and writes the logits once. On others it is two kernels that torch.compile makes
+    instead of five. Neither writes logits in float32."""
+    if device.type != "cuda":
+        return _softmax
+    by_quack = vocab <= QUACK_MOST and quack.missing_on(hidden=8, ffn=8, dtype=dtype, device=device) is None
+    return _softmax_by_quack if by_quack else _compiled_softmax()
+
+
+def _softmax_by_quack(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_grads: bool) -> Tensor:
+    """`_softmax` by quack-kernels, on logits in bfloat16 or float16."""
+    losses_T = torch.empty(len(logits_TV), dtype=summed, device=logits_TV.device)
+    gradient_TV = logits_TV if need_grads else None
+    _quack_cross_entropy()(logits_TV, targets_T, None, losses_T, None, gradient_TV, None)
+    return losses_T
+
+
+@functools.cache
+def _quack_cross_entropy() -> Callable[..., None]:
+    return importlib.import_module("quack.cross_entropy").cross_entropy_fwd_out
+
+
 @functools.cache
 def _compiled_softmax() -> Callable[..., Tensor]:
-    """On GPUs two kernels that torch.compile makes replace five, and no logits are written in float32."""
     return torch.compile(_softmax)
 
 

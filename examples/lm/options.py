@@ -239,10 +239,13 @@ class Options:
         action=SWITCH,
         default=None,
     )
-    graph: bool = _flag(
-        "on GPUs: forward and backward as a CUDA graph; steps whose rows do not fit run again without",
+    graph: bool | None = _flag(
+        "on GPUs: forward and backward as a CUDA graph, apart from steps whose transfers are timed; steps "
+        "whose rows do not fit run again without (default: where that is possible, and memory is twice what "
+        "the first step took)",
         resumed=PER_CALL,
-        action="store_true",
+        action=SWITCH,
+        default=None,
     )
     microbatches: int = _flag(
         "parts of a step, forward and backward each, whose gradients are accumulated",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,13 +18,14 @@ from lm.build import (
     build_model,
     build_optimizer,
     count_parameters,
+    fits_twice,
     learning_rate,
     make_communicator,
     model_vocab,
 )
 from lm.corpus import Corpus
 from lm.errors import RunError, UsageError
-from lm.fitting import compiles
+from lm.fitting import captures, compiles
 from lm.metrics import (
     MetricsFile,
     Record,
@@ -45,6 +47,7 @@ from lm.recompute import save_memory
 from lm.sharding import Sharding
 from lm.speed import measure_speed
 from lm.stop import StopRequest
+from moecomm.graphs import GraphedStep
 from moecomm.nn import backward_weights, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
 
 
@@ -89,13 +92,31 @@ class Trainer:
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.batches: dict[int, torch.Tensor] = {}  # by step: the one that is made ahead
-        self.graphed = (
-            build_graphed_step(self._forward_backward, self.model, self.comm) if options.graph else None
-        )
+        self.graphed: GraphedStep | None = None
+        if options.graph:
+            self._capture()
+        # Without --graph the first step shows what memory a step takes.
+        self.may_capture = options.graph is None and captures(options, ranks.device.type)
         self.pipeline = self.piped = None
         if folding.pp > 1:
             self.pipeline = Pipeline(self.model, layout, ranks)
             self.piped = PipelineStep(self.pipeline, options, self.eval_batch, self.places_S)
+
+    def _capture(self) -> None:
+        self.graphed = build_graphed_step(self._forward_backward, self.model, self.comm)
+
+    def _step_function(self, measured: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns what computes a microbatch. Stages of a layer cannot be measured in a graph. The second
+        step begins to run as a graph, on all ranks, where every rank's memory has room for it."""
+        if measured:
+            return self._forward_backward
+        if self.may_capture:
+            self.may_capture = False
+            fits = torch.tensor(fits_twice(self.ranks.device))
+            dist.all_reduce(fits, dist.ReduceOp.MIN)
+            if fits:
+                self._capture()
+        return self.graphed or self._forward_backward
 
     def _require_same_text(self) -> None:
         """Raises UsageError on all ranks if they have read different texts, for example on several hosts."""
@@ -192,8 +213,7 @@ class Trainer:
         Returns its record, and whether the run was asked to stop; both are the same on all ranks."""
         options = self.options
         began = time.perf_counter()
-        # Stages of a layer can be measured neither in a graph nor under a pipeline's schedule.
-        measured = self.graphed is None and self.piped is None
+        measured = self.piped is None  # under a pipeline's schedule stages of a layer cannot be measured
         measured &= step in (1, options.steps) or step % options.log_every == 0
         measure_layers(self.layers, measured)
         self.comm.reset_stats()
@@ -258,11 +278,12 @@ class Trainer:
         total `travel_seconds`."""
         if (piped := self.piped) is not None:
             return precision.compute(piped, self.dtype, tokens_BS).detach(), piped.load_AE, (0.0, 0.0)
+        forward_backward = self._step_function(measured)
         losses, loads, times = [], [], []
         for number, part_BS in enumerate(tokens_BS.chunk(self.options.microbatches), 1):
             if self.sharding is not None:
                 self.sharding.begin(last=number == self.options.microbatches)
-            losses.append((self.graphed or self._forward_backward)(part_BS).detach())
+            losses.append(forward_backward(part_BS).detach())
             loads.append(last_load(self.layers))
             if measured:  # a layer keeps only the times of its last forward and backward
                 times.append(travel_seconds(self.layers))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from moecomm.arguments import require_integer, require_number
@@ -20,7 +21,9 @@ from moecomm.graphs.overflow_check import OverflowCheck
 from moecomm.graphs.recorder import CudaRecorder, Recorder
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.nn.router import rows_at_worst
-from moecomm.types import AnyGroup, Group, as_group
+from moecomm.types import AnyGroup, DispatchOutput, Group, as_group
+
+Seen = Callable[[DispatchOutput], None]
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +79,9 @@ class GraphedStep:
             in place.
         headroom: gives each layer headroom * max_tokens * top_k rows, but at most as many as any routing can
             bring.
+        grows: after a step whose rows did not fit, the next call captures the step anew, with room for
+            `headroom` times (at least once) the rows that each layer needed. It costs warm-up and capture,
+            and memory.
         group: the ranks that agree; contains all ranks with which `step_fn` communicates. None: the only
             group of all layers' communicators; then no layer may have aux_loss "sequence" or "global".
         warmup: number of runs before the capture, in the first call; at least one. They change no state.
@@ -92,6 +98,7 @@ class GraphedStep:
         device: the device of the layers.
         replays: how often the graph ran, including runs that overflowed.
         overflows: how many steps ran again without graph.
+        captures: how often the step was captured.
         last_needed: the rows that the last step which ran again needed, and the capacity; None: no step did.
     """
 
@@ -101,6 +108,7 @@ class GraphedStep:
         model: nn.Module,
         *,
         headroom: float = 1.25,
+        grows: bool = False,
         group: AnyGroup | None = None,
         warmup: int = 2,
         report_every: int = 100,
@@ -120,14 +128,18 @@ class GraphedStep:
         for name, value, least in (("warmup", warmup, 1), ("report_every", report_every, 1)):
             require_integer(name, value, least)
         require_number("headroom", headroom, lambda number: number > 0, "more than 0")
-        self.headroom, self.warmup, self.report_every = headroom, warmup, report_every
-        self.replays = 0
-        self.overflows = 0
+        self.headroom, self.grows = headroom, grows
+        self.warmup, self.report_every = warmup, report_every
+        self.replays = self.overflows = self.captures = 0
         self.last_needed: Needed | None = None
         self._step_fn, self._model, self._layers = step_fn, model, layers
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
-        self._capacities = [_capacity(layer, headroom) for layer in layers]
-        self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
+        balanced = [layer.comm.max_tokens * layer.comm.top_k for layer in layers]
+        self._capacities = [
+            _capacity(layer, headroom * rows) for layer, rows in zip(layers, balanced, strict=True)
+        ]
+        # Without capacities outputs have exactly the rows that arrive.
+        self._exact = self._unseen = [None] * len(layers)
         self._every = self._parameters = list(model.parameters())
         self._trains: list[bool] = []
         self._training = model.training
@@ -146,7 +158,7 @@ class GraphedStep:
     def __call__(self, *inputs: Any) -> Any:
         """Runs one step. inputs: tensors without gradients, of the shapes in the first call; values that are
         no tensors must equal those of the first call. Returns copies of the results, without gradients."""
-        if self._replay is None:
+        if not self.captures:
             self._prepare(inputs)
         if self._model.training != self._training:
             raise InvalidArgument(
@@ -160,6 +172,9 @@ class GraphedStep:
                     f"{trained}, as captured: make another GraphedStep"
                 )
         self._copy_inputs(inputs)
+        if self._replay is None:  # the capacities have grown
+            self._prepare(inputs)
+            self._copy_inputs(inputs)
         assert self._replay is not None
         before = self._before()
         try:
@@ -184,6 +199,8 @@ class GraphedStep:
         share = f" ({self.overflows / self.replays:.1%})" if self.replays else ""
         text = f"{self.replays} replayed steps, {self.overflows} run again without graph{share}"
         needed = self.last_needed
+        if self.captures > 1:
+            text += f", {self.captures} captures"
         if needed is None:
             return text
         return f"{text}; the last needed {needed.rows} rows of {needed.capacity} (headroom {self.headroom:g})"
@@ -229,7 +246,7 @@ class GraphedStep:
             if not came_to_end:
                 # On the CPU the dispatch after an overflow raises an error on all ranks, perhaps before the
                 # step has changed all its buffers. So the step runs once more, with outputs of exact size.
-                with self._settings(self._exact, None, waits=True):
+                with self._settings(self._exact, self._unseen, waits=True):
                     self._run_step()
             now = dict(self._model.named_buffers())
             for name, buffer in buffers.items():
@@ -245,6 +262,7 @@ class GraphedStep:
                     self._buffers.append((kept, buffer))
             self._set_random(before.random)
             self._replay = self._recorder.record(self._body)
+            self.captures += 1
         except BaseException:
             with torch.no_grad():
                 for name, (kept, _) in saved.items():
@@ -276,7 +294,8 @@ class GraphedStep:
 
     def _body(self, waits: bool = False) -> _Done:
         """Runs the step as the graph records it: copies the buffers, sets capacities, checks for overflow."""
-        with self._settings(self._capacities, self._overflow_check, waits):
+        seen = [self._overflow_check.note_dispatch] * len(self._layers)
+        with self._settings(self._capacities, seen, waits):
             self._overflow_check.start()
             with torch.no_grad():
                 for kept, buffer in self._buffers:
@@ -304,18 +323,19 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _settings(
-        self, capacities: Sequence[int | None], check: OverflowCheck | None, waits: bool
+        self, capacities: Sequence[int | None], seen: Sequence[Seen | None], waits: bool
     ) -> Iterator[None]:
-        """A context in which the layers have these capacities and this check. `waits`: outside captures the
-        host waits for the device in each layer, so that layers reuse memory."""
+        """A context in which the layers have these capacities, and call these functions with the results of
+        their dispatches. `waits`: outside captures the host waits for the device in each layer, so that
+        layers reuse memory."""
         before = [each.capacity for each in self._layers]
         try:
-            for layer, capacity in zip(self._layers, capacities, strict=True):
-                layer.capacity, layer._overflow, layer._waits_on_host = capacity, check, waits
+            for layer, capacity, see in zip(self._layers, capacities, seen, strict=True):
+                layer.capacity, layer._dispatch_seen, layer._waits_on_host = capacity, see, waits
             yield
         finally:
             for layer, own_capacity in zip(self._layers, before, strict=True):
-                layer.capacity, layer._overflow, layer._waits_on_host = own_capacity, None, False
+                layer.capacity, layer._dispatch_seen, layer._waits_on_host = own_capacity, None, False
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -363,13 +383,23 @@ class GraphedStep:
                     comm.check()
 
     def _rerun_eager(self, before: _Before) -> _Done:
-        """Restores the RNG and buffers, and runs the step without a graph, with outputs of exact size."""
+        """Restores the RNG and buffers, and runs the step without a graph, with outputs of exact size. With
+        `grows` the next call captures the step anew, with larger capacities."""
         self._set_random(before.random)
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
-        with self._settings(self._exact, None, waits=True):
-            return self._run_step()
+        rows = [_MostRows() for _ in self._layers]
+        with self._settings(self._exact, rows if self.grows else self._unseen, waits=True):
+            done = self._run_step()
+        if self.grows:
+            most = self._overflow_check.most([each.rows for each in rows])
+            margin, before_now = max(1.0, self.headroom), self._capacities
+            found = (_capacity(layer, margin * each) for layer, each in zip(self._layers, most, strict=True))
+            self._capacities = list(map(max, before_now, found))
+            if self._capacities != before_now:
+                self._replay = None
+        return done
 
     def _accumulate_grads(self, done: _Done, before: _Before) -> None:
         """Adds the step's gradients to the earlier ones, and sets the layers' losses and token counts."""
@@ -411,16 +441,26 @@ class GraphedStep:
             torch.cuda.set_rng_state(on_gpu, self.device)
 
 
-def _capacity(layer: MoELayer, headroom: float) -> int:
-    """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
-    `headroom`, but at most as many as any routing can bring, and at most the layer's own capacity.
+class _MostRows:
+    """Called with the results of a layer's dispatches, without capacity: keeps the most rows of any."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    @_disable_dynamo
+    def __call__(self, out: DispatchOutput) -> None:
+        self.rows = max(self.rows, out.tokens.shape[0])
+
+
+def _capacity(layer: MoELayer, rows: float) -> int:
+    """Returns `rows`, rounded up, but at most as many as any routing can bring, and at most the layer's own
+    capacity.
 
     Example: 4 ranks with 1000 tokens each, top-2, 8 experts per rank: 2000 rows if balanced, 8000 at worst; a
     headroom of 1.25 gives 2500.
     """
-    comm = layer.comm
-    rows = math.ceil(min(rows_at_worst(comm), headroom * comm.max_tokens * comm.top_k))
-    return rows if layer.capacity is None else min(rows, layer.capacity)
+    capacity = math.ceil(min(rows_at_worst(layer.comm), rows))
+    return capacity if layer.capacity is None else min(capacity, layer.capacity)
 
 
 def _kind(value: Any) -> str:

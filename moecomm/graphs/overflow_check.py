@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from moecomm.types import Group, GroupReference
+from moecomm.types import DispatchOutput, Group, GroupReference
 
 
 class OverflowCheck:
@@ -46,11 +45,10 @@ class OverflowCheck:
         self._published_rows.zero_()
 
     @_disable_dynamo
-    def note_dispatch(self, overflow: Tensor) -> None:
-        """Raises the word to `overflow` if that is more. overflow: 0-d int32 on the device, the rows that a
-        dispatch needed if they exceeded its capacity, else 0."""
+    def note_dispatch(self, out: DispatchOutput) -> None:
+        """Raises the word to the dispatch's `overflow` if that is more."""
         self._follow()
-        torch.maximum(self._rows, overflow.view(1), out=self._rows)
+        torch.maximum(self._rows, out.overflow.view(1), out=self._rows)
         self._notes += 1
         if self._notes >= self._last_note > 0:
             self._publish()
@@ -86,6 +84,16 @@ class OverflowCheck:
         if group is not None and not self._reduces_on_gpu:
             dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)
         return int(self._on_host)
+
+    def most(self, numbers: list[int]) -> list[int]:
+        """Returns the maximum of each number over the group, whose ranks all call this."""
+        group = self._group()
+        if group is None:
+            return numbers
+        found = torch.tensor(numbers, device=self._device if self._reduces_on_gpu else "cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        most: list[int] = found.tolist()
+        return most
 
     def _follow(self) -> None:
         """Makes the current stream wait for the last note_dispatch() if that was on another stream."""

@@ -23,6 +23,7 @@ recomputation before the result. With `keep_plans` a recomputation follows the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +89,8 @@ class PassContext(NamedTuple):
     """The list of deferred weight gradients to which the backward adds; None: it computes them at once."""
     recorded: RecordedStages | None = None
     """The object in which the pass stores its measured stages; None: nothing is measured."""
-    overflow: Any = None
-    """The OverflowCheck of a GraphedStep, which is told the dispatch's overflow; or None."""
+    seen: Callable[[DispatchOutput], None] | None = None
+    """A function of a GraphedStep, called with the dispatch's output; or None."""
     plans: Plans | None = None
     """The Plans of this layer within a checkpoint with `keep_plans`; else None."""
     gradient_scale: float = 1.0
@@ -190,8 +191,8 @@ class Forward:
         assert out.weights is not None
         self._state = state = DispatchState(out.handle, out.weights, context.products.groups_of(out))
         side.join(out.tokens, state.weights_P, state.groups)
-        if context.overflow is not None:
-            context.overflow.note_dispatch(out.overflow)
+        if context.seen is not None:
+            context.seen(out)
         self._rows_PH = out.tokens
 
         with stages("fc1"):

@@ -178,7 +178,7 @@ class MoELayer(nn.Module):
         self._unsynchronized = False
         """True from a backward until `sync_gradients` or `mark_synchronized` is called."""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
-        self._overflow: Any = None  # the OverflowCheck of a GraphedStep
+        self._dispatch_seen: Any = None  # a function of a GraphedStep, called with each DispatchOutput
         self._plans: Plans | None = None
         self._loss_scale = 1.0
         # Backwards read this tensor, so that a scale set after the forward is used, also in CUDA graphs. It
@@ -431,7 +431,7 @@ class MoELayer(nn.Module):
             waits_on_host=self._waits_on_host,
             deferred=self._deferred if overlap.defer_weights else None,
             recorded=self._recorded if overlap.record else None,
-            overflow=None if self.capacity is None else self._overflow,
+            seen=self._dispatch_seen,
             plans=self._plans,
         )
 
@@ -460,8 +460,8 @@ class MoELayer(nn.Module):
                 shared_TH = call_or_tell(comm, shared, rows_TH)
             out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, _layer=self)
         has_tail = capacity is not None
-        if has_tail and self._overflow is not None:
-            self._overflow.note_dispatch(out.overflow)
+        if self._dispatch_seen is not None:
+            self._dispatch_seen(out)
         if self._own_experts:
             y_TH = combine_own_experts(comm, self.experts, out, has_tail)
         else:
@@ -479,7 +479,7 @@ class MoELayer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """Copies the layer (for example for an average of weights); the copy has its own parameters and
         shares the communicator."""
-        for shared in (self.comm, self._overflow):
+        for shared in (self.comm, self._dispatch_seen):
             memo[id(shared)] = shared
         memo[id(self._deferred)], memo[id(self._recorded)] = Deferred(), RecordedStages()
         twin = type(self).__new__(type(self))

@@ -181,6 +181,17 @@ def test_graphs_are_of_gpus() -> None:
         build_graphed_step(lambda tokens: tokens, small_model(), comm)
 
 
+NO_GRAPH = ["--no-graph", "--tp 2", "--cp 2", "--microbatches 2", "--fsdp", "--dtype float32"]
+NO_GRAPH += ["--recompute norms", "--expert-precision fp8"]
+
+
+@pytest.mark.parametrize("given", ["", "--graph", *NO_GRAPH])
+def test_steps_become_graphs_where_they_can(given: str, tmp_path: Path) -> None:
+    chosen = parse(tmp_path, f"--preset small --dtype bfloat16 {given}")
+    assert fitting.captures(chosen, "cuda") == (given not in NO_GRAPH)
+    assert fitting.captures(chosen, "cpu") == (given == "--graph"), "refused there, if asked for"
+
+
 @pytest.mark.parametrize(
     ("name", "given"),
     [("wire", "--wire mxfp8 --combine-wire fp8"), ("gradient_wire", "--gradient-wire fp8")],

@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "by nccl": {"nccl": True},
     "gelu, no shared experts": {"options": {"activation": "gelu", "num_shared_experts": 0}},
     "accumulated": {"accumulate": 3},
+    "growing": {"grows": True},
 }
 
 

@@ -60,6 +60,7 @@ class Case:
     experts: int = 4
     """Of each rank."""
     headroom: float = 1.25
+    grows: bool = False
     keep: Any = "all"
     checkpointed: tuple[int, ...] = ()
     """Which layers."""
@@ -106,6 +107,7 @@ class Case:
             forward_backward(model),
             model,
             headroom=self.headroom,
+            grows=self.grows,
             group=self.group(),
             recorder=Played() if ranks.on_cpu() else None,
             **arguments,
@@ -259,6 +261,7 @@ def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         "needed": step.last_needed,
         "report": step.report(),
         "capacities": step.capacities,
+        "captures": step.captures,
     }
     del step
     model.layers[0].comm.close()
@@ -274,9 +277,11 @@ def check_steps(case: Case, results: list[dict[str, Any]]) -> None:
         assert result["overflowed"] == first["overflowed"], "ranks disagree"
         assert result["counts"] == (case.steps, sum(result["overflowed"]))
         assert result["needed"] == first["needed"]
-    needed, capacity = first["needed"], first["capacities"][0]
+        assert result["capacities"] == first["capacities"]
+    needed, capacity = first["needed"], min(first["capacities"])
     if needed is not None:
-        assert needed.rows > needed.capacity == capacity
+        assert needed.rows > needed.capacity
+        assert case.grows or needed.capacity == capacity
         assert f"{needed.rows} rows of {needed.capacity}" in first["report"]
 
 
@@ -311,6 +316,21 @@ def test_equals_plain_steps(name: str, size: int, pool: Pools, seed: int) -> Non
     rows = results[0]["rows"]
     if name != "with drops of its own":
         assert overflowed == [max(each) > capacity for each in rows]
+
+
+@pytest.mark.parametrize("headroom", [0.5, 1.25])
+def test_grows_until_rows_fit(headroom: float, pool: Pools, seed: int) -> None:
+    """What did not fit once fits the next time: the tokens of steps 1, 4, 7 all want the same experts, and no
+    routing of theirs needs 1.25 times the rows of another."""
+    case = replace(SECOND, seed=seed, headroom=headroom, grows=True, steps=9)
+    results = pool(3)(plain_and_graphed, case)
+    check_steps(case, results)
+    first = results[0]
+    assert any(first["overflowed"]) and not any(first["overflowed"][5 if headroom > 1 else 8 :]), first
+    assert 2 <= first["captures"] <= 1 + sum(first["overflowed"])
+    assert f"{first['captures']} captures" in first["report"]
+    assert min(first["capacities"]) >= headroom * case.tokens * 2
+    assert max(first["capacities"]) <= 3 * TOKENS * 2
 
 
 @on_ranks(2)
@@ -383,6 +403,12 @@ def test_gradients_of_the_caller(rank: int, world_size: int, overflows: bool, se
 def test_errors_and_warnings(rank: int, world_size: int, seed: int) -> None:
     case = replace(SECOND, seed=seed, headroom=0.5)
     model, x_TH = case.model(world_size), case.batch(rank, 0)
+    larger = replace(case, grows=True).step(model)
+    larger(x_TH.clone())  # captured anew by the next call, of which all else has to be as before
+    refused(lambda: larger(x_TH[1:]), begins="input 0 is torch.float64 (11, 16)")
+    refused(lambda: larger(x_TH, x_TH), begins="2 inputs")
+    larger(x_TH.clone())
+    assert larger.captures == 2
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
