@@ -181,7 +181,7 @@ def test_graphs_are_of_gpus() -> None:
         build_graphed_step(lambda tokens: tokens, small_model(), comm)
 
 
-NO_GRAPH = ["--no-graph", "--tp 2", "--cp 2", "--microbatches 2", "--fsdp", "--dtype float32"]
+NO_GRAPH = ["--no-graph", "--cp 2", "--microbatches 2", "--fsdp", "--dtype float32"]
 NO_GRAPH += ["--recompute norms", "--expert-precision fp8"]
 
 
