@@ -22,8 +22,9 @@ SLICE_BYTES = 1 << 30
 """Bytes of the float32 logits that exist at a time. Their bfloat16 gradient takes half as much again.
 Products of at least a thousand tokens are as fast as larger ones."""
 
-QUACK_MOST = 1 << 18
-"""The largest vocabulary for which quack's kernel is used. Its blocks share a token's logits."""
+QUACK_MOST, QUACK_MULTIPLE = 1 << 18, 8
+"""The vocabularies for which quack's kernel is used: it loads eight logits at a time, and its blocks share a
+token's."""
 
 SLICE_MULTIPLE = 128
 """Larger slices are a multiple of this many tokens, like the tiles of a product."""
@@ -129,7 +130,8 @@ def _softmax_on(device: torch.device, dtype: torch.dtype, vocab: int) -> Callabl
     instead of five. Neither writes logits in float32."""
     if device.type != "cuda":
         return _softmax
-    by_quack = vocab <= QUACK_MOST and quack.missing_on(hidden=8, ffn=8, dtype=dtype, device=device) is None
+    suits = vocab <= QUACK_MOST and vocab % QUACK_MULTIPLE == 0
+    by_quack = suits and quack.missing_on(hidden=8, ffn=8, dtype=dtype, device=device) is None
     return _softmax_by_quack if by_quack else _compiled_softmax()
 
 

@@ -81,12 +81,13 @@ def test_attention_of_long_windows_keeps_no_logits(kind: str, queries: int, seed
 
 
 # -- the head -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("vocab", [50_000, 50_001], ids=str)
 @pytest.mark.parametrize("by_quack", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_head_equals_cross_entropy_in_a_part_of_its_memory(
-    dtype: torch.dtype, by_quack: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+    dtype: torch.dtype, by_quack: bool, vocab: int, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """8192 tokens of a vocabulary of 50 000, of which logits take 1.6 GB and a slice 64 MiB."""
+    """8192 tokens of some 50 000 numbers, of which logits take 1.6 GB and a slice 64 MiB."""
     missing = quack.missing_on(hidden=8, ffn=8, dtype=dtype, device=torch.device("cuda"))
     if by_quack and missing is not None:
         pytest.skip(missing)
@@ -94,7 +95,7 @@ def test_head_equals_cross_entropy_in_a_part_of_its_memory(
         monkeypatch.setattr(quack, "missing_on", lambda **_: "left out by this test")
     torch.manual_seed(seed)
     monkeypatch.setattr(lm_head, "SLICE_BYTES", 1 << 26)
-    tokens, vocab, hidden = 8192, 50_000, 512
+    tokens, hidden = 8192, 512
     x_TH = torch.randn(tokens, hidden, device="cuda", requires_grad=True)
     weight_VH = (torch.randn(vocab, hidden, device="cuda") / hidden**0.5).requires_grad_()
     targets_T = torch.randint(vocab, (tokens,), device="cuda")

@@ -95,7 +95,7 @@ template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens,
                                   int64_t token_bytes) {
   constexpr int kLists = 16, kFewLists = 3;  // least lists per unit; the same where a list has few bytes
-  constexpr int64_t kFewBytes = 40 << 10;
+  constexpr int64_t kFewBytes = 20 << 10;
   const int64_t units = int64_t{gridDim.x} * MovePipe<workers>::kUnits;
   const auto least = [&](int of) { return of * token_bytes > kFewBytes ? kLists : kFewLists; };
   int most = kMoveTokens;
