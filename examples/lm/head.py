@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecomm.kernels import quack
-
 SLICE_BYTES = 1 << 30
 """Bytes of the float32 logits that exist at a time. Their bfloat16 gradient takes half as much again.
 Products of at least a thousand tokens are as fast as larger ones."""
@@ -130,22 +128,30 @@ def _softmax_on(device: torch.device, dtype: torch.dtype, vocab: int) -> Callabl
     instead of five. Neither writes logits in float32."""
     if device.type != "cuda":
         return _softmax
-    suits = vocab <= QUACK_MOST and vocab % QUACK_MULTIPLE == 0
-    by_quack = suits and quack.missing_on(hidden=8, ffn=8, dtype=dtype, device=device) is None
-    return _softmax_by_quack if by_quack else _compiled_softmax()
+    suits = vocab <= QUACK_MOST and vocab % QUACK_MULTIPLE == 0 and dtype in (torch.bfloat16, torch.float16)
+    if suits and torch.cuda.get_device_capability(device) == (9, 0) and _quack_cross_entropy() is not None:
+        return _softmax_by_quack
+    return _compiled_softmax()
 
 
 def _softmax_by_quack(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_grads: bool) -> Tensor:
     """`_softmax` by quack-kernels, on logits in bfloat16 or float16."""
     losses_T = torch.empty(len(logits_TV), dtype=summed, device=logits_TV.device)
-    gradient_TV = logits_TV if need_grads else None
-    _quack_cross_entropy()(logits_TV, targets_T, None, losses_T, None, gradient_TV, None)
+    cross_entropy = _quack_cross_entropy()
+    assert cross_entropy is not None, "_softmax_on chose it"
+    cross_entropy(logits_TV, targets_T, None, losses_T, None, logits_TV if need_grads else None, None)
     return losses_T
 
 
 @functools.cache
-def _quack_cross_entropy() -> Callable[..., None]:
-    return importlib.import_module("quack.cross_entropy").cross_entropy_fwd_out
+def _quack_cross_entropy() -> Callable[..., None] | None:
+    """Returns quack's function, or None if quack is not installed. If it cannot be imported, moecomm has warned
+    of that."""
+    try:
+        found: Callable[..., None] = importlib.import_module("quack.cross_entropy").cross_entropy_fwd_out
+    except Exception:  # a mismatched package may raise any error
+        return None
+    return found
 
 
 @functools.cache

@@ -14,11 +14,13 @@ SHOWN_LATE = 0.02  # part of a step: longer waits of other ranks for one rank ar
 
 
 class StepProgress:
-    """Shows the steps of one run. Silent on all ranks but the first."""
+    """Shows the steps of one run; its speeds are means since the line before. Silent on all ranks but the
+    first."""
 
     def __init__(self, *, start: int, steps: int, log_every: int, shown: bool) -> None:
         self._start, self._steps, self._log_every, self._shown = start, steps, log_every, shown
         self._seconds = 0.0
+        self._lately: list[float] = []  # seconds of the steps since the line before
         self._bar: Progress | None = None
         if shown and sys.stdout.isatty():
             columns = (
@@ -42,11 +44,19 @@ class StepProgress:
             self.note(
                 f"estimate: {duration(left)} left for {self._steps - record['step']} steps, then validation"
             )
-        text = _describe(record)
+        self._lately.append(record["seconds"])
+        faster = record["seconds"] * len(self._lately) / sum(self._lately)
+        shown: Record = dict(record)
+        for name in shown.keys() & {"tokens_per_s", "tflops", "mfu"}:
+            shown[name] *= faster
+        text = _describe(shown)
+        ends_line = record["step"] % self._log_every == 0 or record["step"] in (1, self._steps)
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=text)
-        elif record["step"] % self._log_every == 0 or record["step"] in (1, self._steps):
+        elif ends_line:
             print(f"step {record['step']:>5}/{self._steps}  {text}", flush=True)
+        if ends_line:
+            self._lately = []
 
     def note(self, text: str) -> None:
         """Prints a line that stays, above the bar if there is one."""

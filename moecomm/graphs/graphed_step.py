@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -79,13 +80,14 @@ class GraphedStep:
             in place.
         headroom: gives each layer headroom * max_tokens * top_k rows, but at most as many as any routing can
             bring.
-        grows: after a step whose rows did not fit, the next call captures the step anew, with room for
-            `headroom` times (at least once) the rows that each layer needed. It costs warm-up and capture,
-            and memory.
+        grows: after a step whose rows did not fit, the next call captures the step anew. All layers get room
+            for `headroom` times (at least once) what the fullest needed, relative to balanced routing. Each
+            capture costs the warm-up, and larger tensors.
         group: the ranks that agree; contains all ranks with which `step_fn` communicates. None: the only
             group of all layers' communicators; then no layer may have aux_loss "sequence" or "global".
         warmup: number of runs before the capture, in the first call; at least one. They change no state.
-        report_every: a warning is logged for the first overflow, then for each `report_every`-th after it.
+        report_every: without `grows` a warning is logged for the first overflow, then for each
+            `report_every`-th after it.
         recorder: records and replays the step; None: as a CUDA graph.
 
     A call raises InvalidArgument, on this rank alone, if inputs have another shape, dtype or device than at
@@ -134,10 +136,7 @@ class GraphedStep:
         self.last_needed: Needed | None = None
         self._step_fn, self._model, self._layers = step_fn, model, layers
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
-        balanced = [layer.comm.max_tokens * layer.comm.top_k for layer in layers]
-        self._capacities = [
-            _capacity(layer, headroom * rows) for layer, rows in zip(layers, balanced, strict=True)
-        ]
+        self._capacities = [_capacity(layer, headroom) for layer in layers]
         # Without capacities outputs have exactly the rows that arrive.
         self._exact = self._unseen = [None] * len(layers)
         self._every = self._parameters = list(model.parameters())
@@ -182,7 +181,7 @@ class GraphedStep:
             if needed is not None:
                 self.overflows += 1
                 self.last_needed = needed
-                if (self.overflows - 1) % self.report_every == 0:
+                if not self.grows and (self.overflows - 1) % self.report_every == 0:
                     _log.warning("a step ran again without graph: %s", self.report())
                 self._copy_inputs(inputs)  # the replay may have changed them
                 done = self._rerun_eager(before)
@@ -389,16 +388,14 @@ class GraphedStep:
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
-        rows = [_MostRows() for _ in self._layers]
-        with self._settings(self._exact, rows if self.grows else self._unseen, waits=True):
+        fullest = [_Fullest(layer) for layer in self._layers]
+        with self._settings(self._exact, fullest if self.grows else self._unseen, waits=True):
             done = self._run_step()
         if self.grows:
-            most = self._overflow_check.most([each.rows for each in rows])
-            margin, before_now = max(1.0, self.headroom), self._capacities
-            found = (_capacity(layer, margin * each) for layer, each in zip(self._layers, most, strict=True))
-            self._capacities = list(map(max, before_now, found))
-            if self._capacities != before_now:
-                self._replay = None
+            most = self._overflow_check.most(max(each.rows_over_balanced for each in fullest))
+            found = [_capacity(layer, max(1.0, self.headroom) * most) for layer in self._layers]
+            if any(map(operator.gt, found, self._capacities)):
+                self._capacities, self._replay = list(map(max, found, self._capacities)), None
         return done
 
     def _accumulate_grads(self, done: _Done, before: _Before) -> None:
@@ -441,26 +438,29 @@ class GraphedStep:
             torch.cuda.set_rng_state(on_gpu, self.device)
 
 
-class _MostRows:
-    """Called with the results of a layer's dispatches, without capacity: keeps the most rows of any."""
+class _Fullest:
+    """Called with the results of a layer's dispatches, without capacity: keeps the most rows of any, over
+    those of balanced routing."""
 
-    def __init__(self) -> None:
-        self.rows = 0
+    def __init__(self, layer: MoELayer) -> None:
+        self._balanced = layer.comm.max_tokens * layer.comm.top_k
+        self.rows_over_balanced = 0.0
 
     @_disable_dynamo
     def __call__(self, out: DispatchOutput) -> None:
-        self.rows = max(self.rows, out.tokens.shape[0])
+        self.rows_over_balanced = max(self.rows_over_balanced, out.tokens.shape[0] / self._balanced)
 
 
-def _capacity(layer: MoELayer, rows: float) -> int:
-    """Returns `rows`, rounded up, but at most as many as any routing can bring, and at most the layer's own
-    capacity.
+def _capacity(layer: MoELayer, headroom: float) -> int:
+    """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
+    `headroom`, but at most as many as any routing can bring, and at most the layer's own capacity.
 
     Example: 4 ranks with 1000 tokens each, top-2, 8 experts per rank: 2000 rows if balanced, 8000 at worst; a
     headroom of 1.25 gives 2500.
     """
-    capacity = math.ceil(min(rows_at_worst(layer.comm), rows))
-    return capacity if layer.capacity is None else min(capacity, layer.capacity)
+    comm = layer.comm
+    rows = math.ceil(min(rows_at_worst(comm), headroom * comm.max_tokens * comm.top_k))
+    return rows if layer.capacity is None else min(rows, layer.capacity)
 
 
 def _kind(value: Any) -> str:

@@ -85,15 +85,15 @@ class OverflowCheck:
             dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)
         return int(self._on_host)
 
-    def most(self, numbers: list[int]) -> list[int]:
-        """Returns the maximum of each number over the group, whose ranks all call this."""
+    def most(self, number: float) -> float:
+        """Returns the maximum of `number` over the group, whose ranks all call this."""
         group = self._group()
         if group is None:
-            return numbers
-        found = torch.tensor(numbers, device=self._device if self._reduces_on_gpu else "cpu")
+            return number
+        where = self._device if self._reduces_on_gpu else "cpu"
+        found = torch.tensor(number, device=where, dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        most: list[int] = found.tolist()
-        return most
+        return found.item()
 
     def _follow(self) -> None:
         """Makes the current stream wait for the last note_dispatch() if that was on another stream."""
