@@ -19,10 +19,10 @@ KINDS = (
     ("experts' activation", r"moecomm::experts"),
     ("collectives", r"nccl|gloo"),
     ("attention", r"flash|fmha|sdpa|flex_attention|attention"),
+    ("loss and embedding", r"softmax|nll_loss|cross_?entropy|embedding"),
     ("experts' products", r"quack|grouped|GroupProblem"),
     ("dense products", r"nvjet|gemm|cutlass|cublas|splitK|gemv"),
     ("copies", r"memcpy|memset|copy_kernel|CatArray|fill"),
-    ("loss and embedding", r"softmax|nll_loss|cross_entropy|embedding"),
 )
 """The first of these patterns that a kernel's name has is its kind."""
 REST = "elementwise, optimizer and others"

@@ -145,8 +145,8 @@ def _softmax_by_quack(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype,
 
 @functools.cache
 def _quack_cross_entropy() -> Callable[..., None] | None:
-    """Returns quack's function, or None if quack is not installed. If it cannot be imported, moecomm has warned
-    of that."""
+    """Returns quack's function, or None if quack is not installed, or cannot be imported: then moecomm has
+    warned of that."""
     try:
         found: Callable[..., None] = importlib.import_module("quack.cross_entropy").cross_entropy_fwd_out
     except Exception:  # a mismatched package may raise any error
