@@ -1,7 +1,7 @@
 """Text as windows of tokens: files in, packed windows out.
 
 1. Each file is a document; each line of a .jsonl file is one: {"text": ...}, or {"messages": [...]} of a
-   chat, where only the assistant's words are learned.
+   chat, where only the assistant's words are learned. "tools" beside them are what it may call.
 2. A hash of its text puts each document into the training set or the held-out set.
 3. `Windows` concatenates them and cuts windows of `seq` tokens. A document, or the rest of it in a further
    window, begins at position 0, by which run.py separates the attention of documents. The first token of a
@@ -32,6 +32,7 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl")
 class Document:
     text: str = ""
     messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[dict[str, Any]] = ()
 
     @property
     def held_out(self) -> bool:
@@ -78,13 +79,19 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
         try:
             value = json.loads(line)
             if "messages" in value:
-                found = Document(messages=list(value["messages"]))
+                found = Document(messages=list(value["messages"]), tools=list(value.get("tools") or ()))
             else:
                 found = Document(value["text"])
-            for each in (found.text, *(m[key] for m in found.messages for key in ("role", "content"))):
+            texts = [found.text, *(each["role"] for each in found.messages)]
+            for each in found.messages:
+                if each.get("content") is not None or not each.get("tool_calls"):
+                    texts.append(each["content"])
+            for each in texts:
                 str.encode(each)  # refuses what is no text, and halves of surrogate pairs
+            for each in found.tools:
+                dict.keys(each)  # refuses what is no description
             yield found
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
                 f'TEXT: {file}, line {number} must be {{"text": ...}} or {{"messages": [{{"role": ..., '
                 f'"content": ...}}, ...]}}: {type(error).__name__} {error}'
@@ -106,8 +113,8 @@ def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int
     for place, message in enumerate(document.messages):
         if message["role"] != "assistant":
             continue
-        given = _render(document.messages[:place], tokenizer, add_generation_prompt=True)
-        whole = _render(document.messages[: place + 1], tokenizer)
+        given = _render(document, place, tokenizer, add_generation_prompt=True)
+        whole = _render(document, place + 1, tokenizer)
         if whole[: len(given)] != given:
             raise UsageError(
                 "TEXT has messages, and the model's chat template does not put an answer where it asks for "
@@ -121,10 +128,12 @@ def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int
     return found
 
 
-def _render(messages: Sequence[dict[str, Any]], tokenizer: Any, **options: Any) -> list[int]:
+def _render(document: Document, count: int, tokenizer: Any, **options: Any) -> list[int]:
+    """Returns the tokens of a chat's first `count` messages."""
+    messages, tools = list(document.messages[:count]), list(document.tools) or None
     try:
         return list(
-            tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)
+            tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False, **options)
         )
     except (TemplateError, TypeError) as error:  # many templates refuse roles that do not alternate
         raise UsageError(

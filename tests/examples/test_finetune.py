@@ -102,6 +102,27 @@ def test_answers_that_a_template_changes_later_are_learned_one_by_one(tokenizer:
         assert targets[-len(learned) :] == learned == tokens[-len(learned) :]
 
 
+def test_tools_stand_before_a_chat_that_calls_them(tokenizer: Any, tmp_path: Path) -> None:
+    """A call is learned, what the tool answers is not; a call may have no content, null or missing."""
+    calling = copy.deepcopy(tokenizer)
+    calling.chat_template = (
+        "{% for tool in tools or [] %}can {{ tool.function.name }}\n{% endfor %}{% for m in messages %}"
+        "{{ m.role }}:\n{% for c in m.tool_calls or [] %}call {{ c.function.name }}{% endfor %}"
+        "{{ m.content or '' }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+    for sparse in (call, {**call, "content": None}):
+        told = [{"role": "user", "content": "2 + 2?"}, sparse, {"role": "tool", "content": "4"}]
+        line = {"messages": [*told, {"role": "assistant", "content": "Four."}]}
+        line["tools"] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+        (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
+        [(tokens, targets)] = text.encode(*text.read_documents([str(tmp_path)]), calling)
+        said = "can add\nuser:\n2 + 2?\nassistant:\ncall add\ntool:\n4\nassistant:\nFour.\n"
+        assert calling.decode(tokens) == said
+        learned = [target for target in targets if target != text.NO_TARGET]
+        assert calling.decode(learned) == "call add\nFour.\n"
+
+
 def test_files_and_lines_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain", encoding="utf-8-sig")
     (tmp_path / "b.jsonl").write_text(
@@ -122,6 +143,8 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
         ("a.jsonl", "no json\n", "line 1 must be"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "line 1 must be .*TypeError"),
+        ("a.jsonl", '{"messages": [], "tools": ["add"]}\n', "line 1 must be .*TypeError"),
+        ("a.jsonl", '{"messages": ["hi"]}\n', "line 1 must be .*(TypeError|AttributeError)"),
         ("a.jsonl", '{"messages": [{"role": 3, "content": "x"}]}\n', "line 1 must be .*TypeError"),
         ("a.jsonl", r'{"text": "half an emoji \ud83d"}', "line 1 must be .*surrogates not allowed"),
         ("a.txt", b"\xff\xfe\x00", "a.txt: .*utf-8"),
