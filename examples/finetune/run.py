@@ -80,10 +80,10 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
             if self.is_world_process_zero():
                 print(f"step {step} is left out: {what}", flush=True)
             if self.skipped == self.max_skipped or step == self.state.max_steps:
-                self._give_up(f"step {step}: {what}; {self.skipped} steps in a row were left out", step)
+                self.give_up(f"step {step}: {what}; {self.skipped} steps in a row were left out", step)
         return norm
 
-    def _give_up(self, text: str, step: int) -> NoReturn:
+    def give_up(self, text: str, step: int) -> NoReturn:
         """Raises RunError on all ranks. A checkpoint of the present weights is set aside: no run goes on from
         it, as its steps are left out."""
         if self.saved == step - self.skipped:
@@ -252,6 +252,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     if not evaluated or evaluated[-1]["step"] != done:
         evaluated = [trainer.evaluate()]
     loss = evaluated[-1]["eval_loss"]
+    if not math.isfinite(loss):
+        trainer.give_up(f"step {done}: the held-out loss is {loss}", done)
     sample = _sample(trainer.model, tokenizer, held_out, options)
     with _written(str(out / "model")):
         trainer.save_model(str(out / "model"))

@@ -369,7 +369,15 @@ def clip_bad(self, model):
         next(p for p in model.parameters() if p.grad is not None).grad.to_local().view(-1)[0] = float("nan")
     return clip(self, model)
 
-BalancingTrainer._clip_grad_norm = clip_bad
+loss = BalancingTrainer.compute_loss
+
+def loss_bad(self, model, inputs, return_outputs=False, **options):
+    found, outputs = loss(self, model, inputs, True, **options)
+    if not model.training and "held-out" in os.environ["BAD_STEPS"]:
+        found = found + float("nan")
+    return (found, outputs) if return_outputs else found
+
+BalancingTrainer._clip_grad_norm, BalancingTrainer.compute_loss = clip_bad, loss_bad
 sys.exit(finetune_hf.main())
 """
 
@@ -397,6 +405,8 @@ def test_steps_without_a_finite_norm_are_left_out(tmp_path: Path, model: Path) -
     assert "step 6: the norm of the gradient is nan; 2 steps in a row were left out; the ch" in said
     assert f"is now {out / 'suspect-4'}; go on from a checkpoint with --resume" in said
     assert sorted(each.name for each in out.glob("*-[0-9]")) == ["checkpoint-1", "suspect-4"]
+    said = train("held-out", "--resume", "--steps", 2, code=1)
+    assert "step 2: the held-out loss is nan; the ch" in said and "suspect-2; go on from" in said
 
 
 def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
