@@ -133,7 +133,7 @@ def sync_gradients(
     for over, gradients in sums.items():
         if over is not None and dist.get_world_size(over) > 1:
             _all_reduce(gradients, over, size)
-        else:
+        elif size > 1:
             for alike in _lists(gradients):
                 torch._foreach_div_(alike, size)
     _mark_synchronized(parts.layers)
@@ -169,7 +169,7 @@ def clip_grad_norm(
 
     Args:
         model: as in `sync_gradients`.
-        max_norm: the largest allowed norm.
+        max_norm: the largest allowed norm; math.inf: nothing is scaled.
         ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
             (None: all ranks).
         pp_group: the ranks of this rank's pipeline, over which the norm is summed; all of them call this.
@@ -205,7 +205,9 @@ def clip_grad_norm(
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     trained = parts.trained
-    gradients = [local(each) for each in map(_found_gradient, trained) if each is not None]
+    # Without a bound the factor is 1, which would take as long as any.
+    scaled = trained if max_norm < math.inf else []
+    gradients = [local(each) for each in map(_found_gradient, scaled) if each is not None]
     for alike in _lists(gradients):
         first, factor = alike[0], scale.to(alike[0].device)
         if first.dtype is torch.float16 and first.layout is torch.strided:
