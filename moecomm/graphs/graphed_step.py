@@ -85,7 +85,8 @@ class GraphedStep:
             capture costs the warm-up, and larger tensors.
         group: the ranks that agree; contains all ranks with which `step_fn` communicates. None: the only
             group of all layers' communicators; then no layer may have aux_loss "sequence" or "global".
-        warmup: number of runs before the capture, in the first call; at least one. They change no state.
+        warmup: number of runs before the first capture; at least one. Later captures take one. They change
+            no state.
         report_every: without `grows` a warning is logged for the first overflow, then for each
             `report_every`-th after it.
         recorder: records and replays the step; None: as a CUDA graph.
@@ -237,7 +238,7 @@ class GraphedStep:
         saved = {name: (each.clone(), each._version) for name, each in buffers.items()}
         try:
             came_to_end = False
-            for _ in range(self.warmup):
+            for _ in range(1 if self.captures else self.warmup):
                 with contextlib.suppress(CapacityExceeded):
                     self._recorder.warm_up(lambda: self._body(waits=True))
                     came_to_end = True
