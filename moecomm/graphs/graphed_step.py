@@ -306,7 +306,12 @@ class GraphedStep:
 
     def _run_step(self) -> _Done:
         self._put_grads([None] * len(self._parameters))
-        output = _map(lambda tensor: tensor.detach(), self._step_fn(*self._inputs))
+        try:
+            output = _map(lambda tensor: tensor.detach(), self._step_fn(*self._inputs))
+        except BaseException:
+            for layer in self._layers:  # what earlier microbatches have put off is no part of the next run
+                layer.backward_weights(drop=True)
+            raise
         grads = [parameter.grad for parameter in self._parameters]
         self._put_grads([None] * len(self._parameters))
         late = [layer for layer in self._layers if layer.has_pending_weights]

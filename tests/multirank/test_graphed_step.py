@@ -27,6 +27,7 @@ from moecomm.nn import (
     MoEConfig,
     MoELayer,
     OverlapConfig,
+    backward_weights,
     keep_plans,
     mark_synchronized,
     sync_gradients,
@@ -374,6 +375,49 @@ def test_buffers_after_runs_that_ended_early(rank: int, world_size: int, seed: i
     (first, _), (fits, last) = fullest
     assert first > step.capacities[0] >= fits and last > step.capacities[0]
     assert step.overflows == 2
+
+
+@on_ranks(2)
+def test_gradients_put_off_by_a_run_that_ended_early(rank: int, world_size: int, seed: int) -> None:
+    """The first microbatch has put weights' gradients off when the second one overflows: the run without
+    graph has its own. So has the step after an error of the caller's."""
+    case = Case(seed=seed, options={"jitter": 0.0})
+    config, comm = case.config(world_size), case.communicator(world_size)
+    torch.manual_seed(seed)
+    model = nn.Sequential(MoELayer(config, comm, overlap=OverlapConfig(defer_weights=True)))
+    with torch.no_grad():
+        model[0].router.weight.copy_(torch.eye(config.num_experts, config.hidden))
+    twin, breaks = copy.deepcopy(model), []
+
+    def run(each: nn.Module) -> Callable[..., Tensor]:
+        def step(*microbatches: Tensor) -> Tensor:
+            for x_TH in microbatches:
+                loss = each(x_TH).square().sum()
+                loss.backward()
+                if breaks:
+                    raise KeyError("of the caller")
+            backward_weights(each)
+            return loss
+
+        return step
+
+    axes = 4 * torch.eye(config.hidden, dtype=torch.float64)
+    one = torch.arange(TOKENS) % config.num_experts
+    balanced = axes[one] + axes[(one + config.num_experts // 2) % config.num_experts]
+    all_alike = (axes[0] + axes[1]).expand(TOKENS, config.hidden)
+    step, plain = GraphedStep(run(model), model, headroom=1.0, recorder=Played()), run(twin)
+    step(balanced, balanced)
+    breaks.append(True)
+    refused(lambda: step(balanced, balanced), name="KeyError")
+    breaks.clear()
+    plain(balanced, balanced)
+    for second in (balanced, all_alike):
+        step(balanced, second)
+        plain(balanced, second)
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    comm.close()
+    assert step.overflows == 1
 
 
 @pytest.mark.parametrize("overflows", [False, True])
