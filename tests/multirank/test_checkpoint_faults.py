@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -519,3 +520,21 @@ def test_without_process_groups(tmp_path: Path, seed: int) -> None:
             parameter.zero_()
     dcp.load(sharded_state(model), checkpoint_id=tmp_path / "a", no_dist=True)
     assert_same(model.state_dict(), want)
+
+
+@on_ranks(2)
+def test_steps_go_on_beside_an_async_save(rank: int, world: int, tmp_path: Path) -> None:
+    """With a process group of its own; what is saved is the state at the call."""
+    model, other = build(rank, world, world, 1), build(rank, world, world, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    own = dist.new_group(backend="gloo")
+    for number in range(3):
+        path, want = tmp_path / str(number), tensors_of(sharded_state(model))
+        written = dcp.async_save(sharded_state(model), checkpoint_id=path, process_group=own)
+        train(model, optimizer, rank, range(5))
+        written.result()
+        dcp.load(sharded_state(other), checkpoint_id=path)
+        assert_same(tensors_of(sharded_state(other)), want)
+    dist.destroy_process_group(own)
+    model.comm.close()
+    other.comm.close()
