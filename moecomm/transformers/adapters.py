@@ -66,3 +66,6 @@ class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]
                 added.append((left[first : first + count], right[first : first + count], scale))
         with implementation.local.adding(self.parameter_name, added):
             yield
+
+
+_OfLocalExperts.__name__ = "ParamWrapper"  # by which peft knows its own, where it adds further adapters

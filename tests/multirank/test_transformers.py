@@ -360,6 +360,33 @@ def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -
 
 
 @on_ranks(2)
+def test_a_second_adapter_of_experts(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """It may be added after the first forward, as in one process."""
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft")
+    from moecomm.transformers.adapters import adapt_experts
+
+    folder, tokens = _model(folders, "qwen3_moe"), batch_of(rank, seed)
+    parallel = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)
+    found: dict[str, list[torch.Tensor]] = {"first": [], "second": []}
+    for model in (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), parallel):
+        torch.manual_seed(seed % 2**32)
+        config = peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS, init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config, "first").eval()
+        if model is parallel:
+            adapt_experts(adapted)
+        with torch.no_grad():
+            adapted(tokens)
+            adapted.add_adapter("second", config)
+            for name, logits in found.items():
+                adapted.set_adapter(name)
+                logits.append(adapted(tokens).logits)
+    assert not torch.allclose(found["first"][0], found["second"][0], rtol=1e-2), "the adapters say nothing"
+    return [name for name, each in found.items() if not torch.allclose(*each, rtol=1e-4, atol=1e-4)]
+
+
+@on_ranks(2)
 def test_adapters_that_are_refused(rank: int, size: int, folders: Path, seed: int) -> None:
     from types import SimpleNamespace
 
