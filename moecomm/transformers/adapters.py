@@ -33,7 +33,7 @@ def adapt_experts(model: nn.Module) -> nn.Module:
 
     Raises:
         InvalidArgument: no adapter is on experts to which moecomm sends tokens, or `model` is no module.
-        Unsupported: ranks share their batches (tp_size above 1).
+        Unsupported: ranks share their batches (tp_size above 1), or an adapter is on the experts' biases.
     """
     require_module(model)
     found = [
@@ -49,6 +49,11 @@ def adapt_experts(model: nn.Module) -> nn.Module:
     for wrapper, implementation in found:
         if implementation.tp_mesh.size() > 1:
             raise Unsupported("adapters of experts with tp_size above 1: load the model with tp_size=1")
+        if (sizes := wrapper.get_param().dim()) != 3:
+            raise Unsupported(
+                f"an adapter of experts' {wrapper.parameter_name}, which has {sizes} dimensions: "
+                "target_parameters may name their gate_up_proj, up_proj and down_proj, which have 3"
+            )
         wrapper.__class__ = _OfLocalExperts
     return model
 

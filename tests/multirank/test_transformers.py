@@ -401,6 +401,10 @@ def test_adapters_that_are_refused(rank: int, size: int, folders: Path, seed: in
             model.model.layers[0].mlp.experts.moecomm.tp_mesh = SimpleNamespace(size=lambda: 2)
         with pytest.raises(kind, match=r"ep_implementation='moecomm'|tp_size=1"):
             adapt_experts(peft.get_peft_model(model, config))
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_up_proj_bias"])
+    model = load_parallel(_model(folders, "gpt_oss"), "moecomm", fsdp_size=2, ep_size=2)
+    with pytest.raises(Unsupported, match="gate_up_proj_bias, which has 2 dimensions"):
+        adapt_experts(peft.get_peft_model(model, config))
     with pytest.raises(InvalidArgument, match="model is list"):
         adapt_experts([model])  # type: ignore[arg-type]
 
