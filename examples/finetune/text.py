@@ -88,6 +88,8 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
                     texts.append(each["content"])
             for each in texts:
                 str.encode(each)  # refuses what is no text, and halves of surrogate pairs
+            if found.messages and found.messages[0]["role"] == "assistant":
+                raise ValueError("the first message is the assistant's, which answers nobody")
             for each in found.tools:
                 dict.keys(each)  # refuses what is no description
             yield found

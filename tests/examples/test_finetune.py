@@ -143,6 +143,7 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
         ("a.jsonl", "no json\n", "line 1 must be"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "line 1 must be .*TypeError"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}\n', "line 1 .*answers nobody"),
         ("a.jsonl", '{"messages": [], "tools": ["add"]}\n', "line 1 must be .*TypeError"),
         ("a.jsonl", '{"messages": ["hi"]}\n', "line 1 must be .*(TypeError|AttributeError)"),
         ("a.jsonl", '{"messages": [{"role": 3, "content": "x"}]}\n', "line 1 must be .*TypeError"),
