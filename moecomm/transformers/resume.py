@@ -31,7 +31,8 @@ class Resumable:
     and the Trainer loads the adapters' weights from the folder. List this class before the Trainer.
 
     Without a GPU, TrainingArguments need use_cpu=True. Otherwise the Trainer takes each rank for the only
-    rank, and the constructor raises InvalidArgument on all ranks.
+    rank, and the constructor raises InvalidArgument on all ranks. So it does for load_best_model_at_end=True,
+    except with peft: transformers would fail at it after the training.
 
     `train` raises InvalidArgument on all ranks if the model was loaded from another place, if the folder has
     no optimizer state, or if parameter groups with several learning rates have changed.
@@ -54,6 +55,12 @@ class Resumable:
             raise InvalidArgument(
                 f"args: the Trainer knows of {known} of {dist.get_world_size()} ranks, and each would train "
                 "on all batches: without a GPU, TrainingArguments need use_cpu=True"
+            )
+        if spread and trainer.args.load_best_model_at_end and not hasattr(trainer.model, "peft_config"):
+            raise InvalidArgument(
+                "args: load_best_model_at_end is True, and transformers cannot load weights into a model "
+                "that is spread over ranks: name metric_for_best_model instead, and load the model from "
+                "state.best_model_checkpoint"
             )
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:

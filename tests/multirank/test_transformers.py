@@ -576,6 +576,8 @@ def test_resumed_trainer(
         for wrong, of in (("loaded from", checkpoint), ("no optimizer", out / "no_state" / "checkpoint-4")):
             with pytest.raises(InvalidArgument, match=wrong):
                 run("wrong", folder, of, save_strategy="no")
+        with pytest.raises(InvalidArgument, match="load_best_model_at_end is True"):
+            run("wrong", folder, save_strategy="no", load_best_model_at_end=True)
         if not torch.cuda.is_available():
             with pytest.raises(InvalidArgument, match=r"1 of 2 ranks, .* use_cpu=True"):
                 run("wrong", folder, use_cpu=False, save_strategy="no")
