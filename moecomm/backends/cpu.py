@@ -149,7 +149,8 @@ class CpuBackend(Backend):
         if count * dtype.itemsize < _POOLED_BYTES:
             return torch.empty(shape, dtype=dtype, device="cpu")
         buffer = self._pool.take(count * dtype.itemsize)
-        return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
+        # Not view(): autograd refuses changes in place of a view that a Function returns.
+        return torch.frombuffer(buffer, dtype=dtype, count=count).resize_(shape)
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` after all earlier ones and returns its result; torch.compile does not trace it."""

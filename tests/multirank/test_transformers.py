@@ -317,6 +317,17 @@ def test_ids_of_none(rank: int, size: int, folders: Path, seed: int) -> None:
     assert torch.equal(weights.grad != 0, kept) and torch.all(y[:3].abs().sum(1) > 0)
 
 
+@on_ranks(2)
+def test_results_may_be_changed_in_place(rank: int, size: int, folders: Path, seed: int) -> None:
+    """Also large ones, which are in memory of the pool."""
+    model: Any = load_parallel(_model(folders, "qwen3_moe"), "moecomm", fsdp_size=2, ep_size=2)
+    x = torch.ones(8192, 32, requires_grad=True)
+    y = model.model.layers[0].mlp.experts(x, torch.tensor([[0, 7]]).repeat(8192, 1), torch.ones(8192, 2))
+    y += x
+    y.sum().backward()
+    assert x.grad is not None and x.grad.any()
+
+
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
