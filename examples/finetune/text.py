@@ -88,8 +88,6 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
                     texts.append(each["content"])
             for each in texts:
                 str.encode(each)  # refuses what is no text, and halves of surrogate pairs
-            if found.messages and found.messages[0]["role"] == "assistant":
-                raise ValueError("the first message is the assistant's, which answers nobody")
             for each in found.tools:
                 dict.keys(each)  # refuses what is no description
             yield found
@@ -113,7 +111,7 @@ def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int
         raise UsageError("TEXT has messages, and the model's tokenizer no chat template: bring plain text")
     found: list[tuple[list[int], list[int]]] = []
     for place, message in enumerate(document.messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not place:  # a greeting answers nobody
             continue
         given = _render(document, place, tokenizer, add_generation_prompt=True)
         whole = _render(document, place + 1, tokenizer)

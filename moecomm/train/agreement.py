@@ -4,6 +4,7 @@ mixes different things."""
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,17 +45,17 @@ def agree(
         if problem is not None:
             raise problem
         return True
-    digest, place = _digest(words), _place_of_exchange(group, device)
+    digest, (between, place) = _digest(words), _exchange(group, device)
     value, earlier = same(place) or (torch.zeros((), dtype=torch.int64, device=place), False)
     own = torch.tensor([problem is not None, digest, -digest, earlier, -earlier], device=place)
     seen = torch.cat((own, torch.stack((value, -value))))
-    dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=between)
     failed, most, less, some_earlier, all_earlier, largest, least = seen.tolist()
     if not failed and most == -less:
         return bool(largest == -least or some_earlier != -all_earlier)
     told: list[Any] = [None] * dist.get_world_size(group)
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    dist.all_gather_object(told, (list(words), said), group=group)
+    dist.all_gather_object(told, (list(words), said), group=between)
     if problem is not None:
         raise problem
     ranks = ranks_of(group)
@@ -81,11 +82,11 @@ def agree_by_holders(
     if _captures(device):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)
-    place = _place_of_exchange(group, device)
+    between, place = _exchange(group, device)
     seen = torch.zeros(size, len(holders), 2, dtype=torch.int64, device=place)
     mine = [[number, _digest(each)] for number, each in zip(holders, words, strict=True)]
     seen[own] = torch.tensor(mine, dtype=torch.int64)
-    dist.all_reduce(seen, group=group)
+    dist.all_reduce(seen, group=between)
     for of_ranks in zip(*seen.tolist(), strict=True):
         found: dict[int, tuple[int, int]] = {}
         for rank, (number, digest) in zip(ranks_of(group), of_ranks, strict=True):
@@ -94,9 +95,28 @@ def agree_by_holders(
                 raise MismatchedArguments(f"{about}: they are others on ranks {other} and {rank}")
 
 
-def _place_of_exchange(group: Group | None, device: torch.device) -> torch.device:
-    """Returns the CPU if the group can exchange its tensors, else `device`."""
-    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+_of_hosts: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
+"""By group, a group of the same ranks and of CPU tensors alone, in which nobody else exchanges."""
+
+
+def _exchange(group: Group | None, device: torch.device) -> tuple[Group | None, torch.device]:
+    """Returns a group of the same ranks for an exchange, and the device of its tensors. If `group` has a
+    backend for CPU tensors, that is the CPU, and the group one of its own: in the caller's another thread may
+    exchange meanwhile, as that of torch.distributed.checkpoint.async_save does."""
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    if "cpu" not in backends:
+        return group, device
+    over, cpu = group or dist.group.WORLD, torch.device("cpu")
+    assert over is not None
+    if over not in _of_hosts:
+        options: Any = over._get_backend(cpu).options
+        _of_hosts[over] = dist.new_group(
+            dist.get_process_group_ranks(over),
+            timeout=getattr(options, "_timeout", None),
+            backend=backends["cpu"],
+            use_local_synchronization=True,
+        )
+    return _of_hosts[over], cpu
 
 
 def _captures(device: torch.device) -> bool:

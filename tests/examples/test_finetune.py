@@ -74,6 +74,11 @@ def test_of_a_chat_the_answers_are_learned(tokenizer: Any, monkeypatch: pytest.M
     learned = [token for token, target in zip(tokens, targets, strict=True) if target != text.NO_TARGET]
     assert tokenizer.decode(learned) == "Four.<|end|>\nSix.<|end|>\n"
     assert all(target in (token, text.NO_TARGET) for token, target in zip(tokens, targets, strict=True))
+    greeted = text.Document(messages=[{"role": "assistant", "content": "Hello."}, *chat])
+    [(tokens, targets)] = text.encode(greeted, tokenizer)  # the greeting is read, and not learned
+    assert tokenizer.decode([each for each in targets if each != text.NO_TARGET]).startswith("Four.")
+    assert "Hello." in tokenizer.decode(tokens)
+    assert text.encode(text.Document(messages=greeted.messages[:1]), tokenizer) == []
     windows = text.Windows([text.Document(messages=chat_of("why " * 99, "So."))], tokenizer, 16)
     assert len(windows) == 1  # not those of the question alone, whose loss would be 0 / 0
     for template, says in (
@@ -143,7 +148,6 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
         ("a.jsonl", "no json\n", "line 1 must be"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "line 1 must be .*TypeError"),
-        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}\n', "line 1 .*answers nobody"),
         ("a.jsonl", '{"messages": [], "tools": ["add"]}\n', "line 1 must be .*TypeError"),
         ("a.jsonl", '{"messages": ["hi"]}\n', "line 1 must be .*(TypeError|AttributeError)"),
         ("a.jsonl", '{"messages": [{"role": 3, "content": "x"}]}\n', "line 1 must be .*TypeError"),

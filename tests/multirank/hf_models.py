@@ -16,6 +16,8 @@ from tests.multirank.moe_cases import unsharded
 preload("transformers.trainer", "transformers.models.mixtral.modeling_mixtral", "accelerate", "peft")
 
 VOCABULARY = 96
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+"""The weights on which peft's target_parameters puts adapters."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -188,3 +190,12 @@ def differences(model: nn.Module, tokens: Tensor, plain: Plain, part: int, most:
             if not ratio <= most + min(4 * rounding.get(name, 0.0), 1e-3)
         }
     return [f"{name}: {ratio:.1e}" for name, ratio in far.items()]
+
+
+def saved_once(folders: Path, family: str, **changes: Any) -> Path:
+    """The folder of a family's model, made by the first rank that asks."""
+    folder = folders / "-".join([family, *map(str, changes.values())])
+    if dist.get_rank() == 0 and not folder.exists():
+        save_model(family, folder, seed=3, **changes)
+    dist.barrier()
+    return folder

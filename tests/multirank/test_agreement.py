@@ -36,6 +36,21 @@ pool = own_pool()
 H = SIZES["hidden"]
 
 
+@on_ranks(2)
+def test_hosts_compare_in_a_group_of_their_own(rank: int, world_size: int) -> None:
+    """So a thread may exchange in the caller's group meanwhile, as that of an async_save does."""
+    device, sum_ = torch.device("cpu"), torch.ones(3)
+    for first in (0, 1):
+        work = dist.all_reduce(sum_, async_op=True) if rank == first else None
+        assert agree(None, device, "texts", lambda: ["the same"])
+        agree_by_holders(None, device, "texts", [0], [["the same"]])
+        if work is None:
+            dist.all_reduce(sum_)
+        else:
+            work.wait()
+    assert sum_.tolist() == [4.0] * 3
+
+
 class Model(nn.Module):
     def __init__(self, rank: int, world: int, ep: int, seed: int, **options: bool) -> None:
         super().__init__()

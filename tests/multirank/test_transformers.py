@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.errors import InvalidArgument
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
 
 pytest.importorskip("transformers")
 
 from tests.multirank.hf_models import (
+    EXPERTS,
     FAMILIES,
     batch_of,
     differences,
@@ -27,7 +28,7 @@ from tests.multirank.hf_models import (
     load_parallel,
     ratios_of,
     run_plain,
-    save_model,
+    saved_once,
 )
 
 pool = own_pool()
@@ -38,15 +39,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def _model(folders: Path, family: str, **changes: Any) -> Path:
-    """The folder of a family's model, made by the first rank that asks."""
-    folder = folders / "-".join([family, *map(str, changes.values())])
-    if dist.get_rank() == 0 and not folder.exists():
-        save_model(family, folder, seed=3, **changes)
-    dist.barrier()
-    return folder
-
-
 def _check(model: torch.nn.Module, wanted: Any, part: int, seed: int) -> list[str]:
     """What differs from one process by more than 1e-5."""
     return differences(model, batch_of(part, seed), wanted, part, 1e-5)
@@ -55,7 +47,7 @@ def _check(model: torch.nn.Module, wanted: Any, part: int, seed: int) -> list[st
 @pytest.mark.parametrize("family", FAMILIES)
 @on_ranks(2)
 def test_families(rank: int, size: int, family: str, folders: Path, seed: int) -> list[str]:
-    folder = _model(folders, family)
+    folder = saved_once(folders, family)
     wanted = run_plain(folder, size, seed)
     found = []
     for how in ("all_to_all", "moecomm"):
@@ -82,7 +74,7 @@ def test_meshes(
     rank: int, size: int, family: str, mesh: dict[str, int], folders: Path, seed: int
 ) -> list[str]:
     parts = mesh.get("fsdp_size", 1)
-    folder = _model(folders, family, num_attention_heads=4, num_key_value_heads=4)
+    folder = saved_once(folders, family, num_attention_heads=4, num_key_value_heads=4)
     model = load_parallel(folder, "moecomm", **mesh).train()
     return _check(model, run_plain(folder, parts, seed), rank // mesh.get("tp_size", 1), seed)
 
@@ -92,7 +84,7 @@ def test_meshes(
 def test_forwards_of_transformers(rank: int, size: int, how: str, folders: Path, seed: int) -> list[str]:
     """Another forward of the experts runs on moecomm's rows; eager is moecomm's own products. A layer may be
     compiled."""
-    folder = _model(folders, "qwen3_moe")
+    folder = saved_once(folders, "qwen3_moe")
     options = {} if how == "compiled" else {"experts_implementation": how}
     model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2, **options).train()
     if how == "compiled":
@@ -106,7 +98,7 @@ def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) 
     import moecomm.transformers.recompute as recompute
     from moecomm.shared import SharedCommunicator
 
-    folder = _model(folders, "qwen3_moe")
+    folder = saved_once(folders, "qwen3_moe")
     wanted, found, made = run_plain(folder, size, seed), [], []
     plain = SharedCommunicator.run
     kinds: list[tuple[dict[str, Any], int]] = [
@@ -164,7 +156,7 @@ def test_an_error_after_the_dispatch(rank: int, size: int, folders: Path, how: s
     from moecomm.kernels.products import Products
 
     options = {"fsdp_size": 2, "ep_size": 2, "experts_implementation": how}
-    model: Any = load_parallel(_model(folders, "qwen3_moe"), "moecomm", **options)
+    model: Any = load_parallel(saved_once(folders, "qwen3_moe"), "moecomm", **options)
     experts, ids = model.model.layers[0].mlp.experts, torch.tensor([[0, 7], [4, 3]])
     batch = torch.ones(2, 32), ids, torch.ones(2, 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -183,7 +175,7 @@ def test_batches_of_all_sizes(rank: int, size: int, folders: Path, seed: int) ->
     text is generated, a token a step."""
     from transformers import AutoModelForCausalLM
 
-    folder = _model(folders, "qwen3_moe")
+    folder = saved_once(folders, "qwen3_moe")
     model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     problems, losses = [], []
@@ -211,7 +203,7 @@ def test_models_come_and_go(rank: int, size: int, folders: Path, seed: int) -> l
 
     import moecomm.shared as shared
 
-    folder = _model(folders, "qwen3_moe")
+    folder = saved_once(folders, "qwen3_moe")
     wanted = run_plain(folder, size, seed)
     problems, parallel = [], {"fsdp_size": 2, "ep_size": 2}
     gc.collect()
@@ -234,7 +226,7 @@ def test_models_come_and_go(rank: int, size: int, folders: Path, seed: int) -> l
 def test_mixed_precision(rank: int, size: int, folders: Path, seed: int) -> list[str]:
     """Weights in bfloat16 while they compute, beside transformers' own: one layer, as a router behind a
     rounded one chooses other experts."""
-    folder = _model(folders, "qwen3_moe", num_hidden_layers=1)
+    folder = saved_once(folders, "qwen3_moe", num_hidden_layers=1)
     logits, gradients = {}, {}
     for how in ("all_to_all", "moecomm"):
         model = load_parallel(folder, how, fsdp_size=2, ep_size=2, fsdp_mixed_precision=True).train()
@@ -253,7 +245,7 @@ def test_mixed_precision(rank: int, size: int, folders: Path, seed: int) -> list
 @on_ranks(4)
 def test_experts_without_copies_are_left_out_of_fsdp(rank: int, size: int, folders: Path, seed: int) -> None:
     """FSDP2 would only copy them; it still casts weights, and reduces gradients of experts with copies."""
-    folder = _model(folders, "qwen3_moe", num_attention_heads=4, num_key_value_heads=4)
+    folder = saved_once(folders, "qwen3_moe", num_attention_heads=4, num_key_value_heads=4)
     for left_out, parallel in (
         (True, {"ep_size": 4}),
         (False, {"ep_size": 4, "fsdp_mixed_precision": True}),
@@ -268,7 +260,7 @@ def test_experts_without_copies_are_left_out_of_fsdp(rank: int, size: int, folde
 @on_ranks(2)
 def test_accumulated_gradients(rank: int, size: int, folders: Path, seed: int) -> list[str]:
     """Two microbatches, the first without FSDP2's reduction: gradients add up to the mean over both ranks."""
-    folder = _model(folders, "qwen3_moe")
+    folder = saved_once(folders, "qwen3_moe")
     wanted = run_plain(folder, 2 * size, seed).gradients
     model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
     for number in range(2):
@@ -284,7 +276,7 @@ def test_saved_models(rank: int, size: int, folders: Path, seed: int) -> list[st
     """What ranks save one process loads, and ranks of another mesh: after a step."""
     from transformers import AutoModelForCausalLM
 
-    folder, saved = _model(folders, "gpt_oss"), folders / f"saved-{seed}"
+    folder, saved = saved_once(folders, "gpt_oss"), folders / f"saved-{seed}"
     model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
     forward_backward(model, batch_of(rank, seed))
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -302,7 +294,7 @@ def test_saved_models(rank: int, size: int, folders: Path, seed: int) -> list[st
 @on_ranks(2)
 def test_ids_of_none(rank: int, size: int, folders: Path, seed: int) -> None:
     """Ids past the last expert and below 0 take a token to no expert; one rank has no token at all."""
-    folder = _model(folders, "qwen3_moe")
+    folder = saved_once(folders, "qwen3_moe")
     model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)
     experts = model.model.layers[0].mlp.experts
     torch.manual_seed(seed + rank)
@@ -320,104 +312,12 @@ def test_ids_of_none(rank: int, size: int, folders: Path, seed: int) -> None:
 @on_ranks(2)
 def test_results_may_be_changed_in_place(rank: int, size: int, folders: Path, seed: int) -> None:
     """Also large ones, which are in memory of the pool."""
-    model: Any = load_parallel(_model(folders, "qwen3_moe"), "moecomm", fsdp_size=2, ep_size=2)
+    model: Any = load_parallel(saved_once(folders, "qwen3_moe"), "moecomm", fsdp_size=2, ep_size=2)
     x = torch.ones(8192, 32, requires_grad=True)
     y = model.model.layers[0].mlp.experts(x, torch.tensor([[0, 7]]).repeat(8192, 1), torch.ones(8192, 2))
     y += x
     y.sum().backward()
     assert x.grad is not None and x.grad.any()
-
-
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@on_ranks(2)
-def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -> list[str]:
-    """Adapters of all kinds of weights: as in one process, their gradients averaged over ranks as the Trainer
-    does it."""
-    peft = pytest.importorskip("peft")
-    from moecomm.transformers import keep_plans
-    from moecomm.transformers.adapters import adapt_experts
-
-    folder = _model(folders, family)
-    router = "router.weight" if family in ("gpt_oss", "granitemoe") else "gate.weight"
-    config = peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=[router, *EXPERTS])
-
-    def adapt(model: Any) -> Any:
-        torch.manual_seed(seed % 2**32)
-        adapted = peft.get_peft_model(model, config)
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:  # zero as peft makes it: nothing would be added
-                torch.nn.init.normal_(parameter, std=0.3)
-        return adapted
-
-    def average(parameter: torch.nn.Parameter) -> None:
-        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
-
-    wanted = run_plain(folder, size, seed, adapt=adapt)
-    model: Any = adapt_experts(adapt(load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)))
-    if family == "qwen3_moe":  # layers that are computed again add their adapters again
-        kind = {"use_reentrant": False, "context_fn": keep_plans}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(average)
-    found = _check(model, wanted, rank, seed)
-    with model.disable_adapter():  # adapters that are off do not count
-        logits, _ = run_plain(folder, size, seed).outputs[rank]
-        assert torch.allclose(model(batch_of(rank, seed)).logits, logits, rtol=1e-5, atol=1e-5)
-    return found
-
-
-@on_ranks(2)
-def test_a_second_adapter_of_experts(rank: int, size: int, folders: Path, seed: int) -> list[str]:
-    """It may be added after the first forward, as in one process."""
-    from transformers import AutoModelForCausalLM
-
-    peft = pytest.importorskip("peft")
-    from moecomm.transformers.adapters import adapt_experts
-
-    folder, tokens = _model(folders, "qwen3_moe"), batch_of(rank, seed)
-    parallel = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)
-    found: dict[str, list[torch.Tensor]] = {"first": [], "second": []}
-    for model in (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), parallel):
-        torch.manual_seed(seed % 2**32)
-        config = peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS, init_lora_weights=False)
-        adapted = peft.get_peft_model(model, config, "first").eval()
-        if model is parallel:
-            adapt_experts(adapted)
-        with torch.no_grad():
-            adapted(tokens)
-            adapted.add_adapter("second", config)
-            for name, logits in found.items():
-                adapted.set_adapter(name)
-                logits.append(adapted(tokens).logits)
-    assert not torch.allclose(found["first"][0], found["second"][0], rtol=1e-2), "the adapters say nothing"
-    return [name for name, each in found.items() if not torch.allclose(*each, rtol=1e-4, atol=1e-4)]
-
-
-@on_ranks(2)
-def test_adapters_that_are_refused(rank: int, size: int, folders: Path, seed: int) -> None:
-    from types import SimpleNamespace
-
-    peft = pytest.importorskip("peft")
-    from moecomm.transformers.adapters import adapt_experts
-
-    folder = _model(folders, "qwen3_moe")
-    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS)
-    for how, kind in (("all_to_all", InvalidArgument), ("moecomm", Unsupported)):
-        model: Any = load_parallel(folder, how, fsdp_size=2, ep_size=2)
-        if how == "moecomm":  # peft 0.21 itself makes no such adapters on ranks that share batches
-            model.model.layers[0].mlp.experts.moecomm.tp_mesh = SimpleNamespace(size=lambda: 2)
-        with pytest.raises(kind, match=r"ep_implementation='moecomm'|tp_size=1"):
-            adapt_experts(peft.get_peft_model(model, config))
-    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_up_proj_bias"])
-    model = load_parallel(_model(folders, "gpt_oss"), "moecomm", fsdp_size=2, ep_size=2)
-    with pytest.raises(Unsupported, match="gate_up_proj_bias, which has 2 dimensions"):
-        adapt_experts(peft.get_peft_model(model, config))
-    with pytest.raises(InvalidArgument, match="model is list"):
-        adapt_experts([model])  # type: ignore[arg-type]
 
 
 def _data(seed: int) -> list[dict[str, torch.Tensor]]:
@@ -509,7 +409,7 @@ def test_trainer(
     from transformers import AutoModelForCausalLM, set_seed
 
     pytest.importorskip("accelerate")
-    folder, out = _model(folders, "qwen3_moe"), folders / f"trained-{seed}"
+    folder, out = saved_once(folders, "qwen3_moe"), folders / f"trained-{seed}"
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 3}
     # Not Adam, whose first steps take the sign of a gradient: rounding may turn one that is all but zero.
     options |= {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0}
@@ -561,7 +461,7 @@ def test_resumed_trainer(
             control.should_training_stop = state.global_step == 2
 
     pytest.importorskip("accelerate")
-    folder, out = _model(folders, "qwen3_moe"), folders / f"resumed-{seed}"
+    folder, out = saved_once(folders, "qwen3_moe"), folders / f"resumed-{seed}"
     # The optimizer has a state; the epsilon keeps rounding from turning a step.
     every: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-2}
     every |= {"max_steps": 4, "lr_scheduler_type": "linear"}
@@ -602,7 +502,7 @@ def test_accelerate(rank: int, size: int, folders: Path, seed: int) -> list[str]
     from transformers import AutoModelForCausalLM
     from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
-    folder, saved = _model(folders, "qwen3_moe"), folders / f"accelerate-{seed}"
+    folder, saved = saved_once(folders, "qwen3_moe"), folders / f"accelerate-{seed}"
 
     def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
