@@ -179,10 +179,11 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 def split(documents: Sequence[Document], tokenizer: Any, seq: int, least: int) -> tuple[Windows, Windows]:
     """Returns the training windows and the held-out ones. If the documents of one side do not fill a window,
-    the last windows of all are held out. Raises UsageError for fewer than `least` training windows."""
+    or more would be held out than trained on, the last windows of all are held out. Raises UsageError for
+    fewer than `least` training windows."""
     training = Windows([each for each in documents if not each.held_out], tokenizer, seq)
     held_out = Windows([each for each in documents if each.held_out], tokenizer, seq)
-    if not len(training) or not len(held_out):
+    if not len(held_out) or len(training) < len(held_out):
         training, held_out = Windows(documents, tokenizer, seq), Windows([], tokenizer, seq)
         last = max(1, len(training) // HELD_OUT_ONE_IN)
         for name in ("tokens_WS", "targets_WS", "positions_WS"):

@@ -169,8 +169,12 @@ def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -
     seen = {tokenizer.decode(window) for window in training.tokens_WS}
     assert len(held_out) > 0 and not seen & {tokenizer.decode(window) for window in held_out.tokens_WS}
     assert int(training.positions_WS.max()) < 16  # also of what goes on in a further window
-    for side in (True, False):
-        one = [next(each for each in many if each.held_out == side)]
+    long = (text.Document("all that there is " * count) for count in range(999, 1200))
+    for one in (
+        [*many[:2], next(each for each in long if each.held_out)],  # more than the others together
+        [next(each for each in many if each.held_out)],
+        [next(each for each in many if not each.held_out)],
+    ):
         whole = text.Windows(one, tokenizer, 16)
         training, held_out = text.split(one, tokenizer, 16, 1)
         assert torch.equal(torch.cat([training.tokens_WS, held_out.tokens_WS]), whole.tokens_WS)
