@@ -58,7 +58,9 @@ def write(
                 pictures[name] = f'<img alt="{name}" src="data:image/png;base64,{data}">'
     rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in facts.items())
     chosen = " ".join(
-        f"{name}={value}" for name, value in asdict(options).items() if value not in (None, "", [], False)
+        f"{name}={value}"
+        for name, value in asdict(options).items()
+        if value not in (None, "", []) and value is not False
     )
     used = "".join(
         f'<tr><td>rank {rank}</td><td class="n">{size / 2**30:.2f} GiB</td></tr>'
