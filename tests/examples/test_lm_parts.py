@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +30,7 @@ from lm.metrics import MetricsFile, StepTotals, Totals, moe_layers, read_metrics
 from lm.metrics import travel_seconds  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
+from lm.progress import StepProgress  # isort: skip
 from lm.speed import measure_speed, peak_tflops  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
@@ -179,6 +181,18 @@ def test_graphs_are_of_gpus() -> None:
     refusal = "--graph: a graph is of GPUs, and this run is on the cpu"
     with communicator(4, 16, 2) as comm, pytest.raises(UsageError, match=refusal):
         build_graphed_step(lambda tokens: tokens, small_model(), comm)
+
+
+def test_a_line_has_the_mean_speed_since_the_one_before(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = StepProgress(start=0, steps=4, log_every=2, shown=True)
+    for step, seconds in enumerate((4.0, 1.0, 3.0, 1.0), 1):
+        speeds = {"tokens_per_s": 12 / seconds, "mfu": 0.12 / seconds}
+        shown.step(
+            {"step": step, "seconds": seconds, "loss": 1.0, "balance": 1.0, "comm_share": 0.0} | speeds
+        )
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"(\d+) tok/s", line) for line in lines] == [["3"], ["12"], ["6"]]
+    assert [line.rsplit(" ", 1)[1] for line in lines] == ["3.0%", "12.0%", "6.0%"]
 
 
 NO_GRAPH = ["--no-graph", "--cp 2", "--microbatches 2", "--fsdp", "--dtype float32"]
