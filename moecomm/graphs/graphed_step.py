@@ -294,8 +294,11 @@ class GraphedStep:
 
     def _body(self, waits: bool = False) -> _Done:
         """Runs the step as the graph records it: copies the buffers, sets capacities, checks for overflow."""
-        seen = [self._overflow_check.note_dispatch] * len(self._layers)
-        with self._settings(self._capacities, seen, waits):
+
+        def seen(out: DispatchOutput) -> None:
+            self._overflow_check.note_dispatch(out.overflow)
+
+        with self._settings(self._capacities, [seen] * len(self._layers), waits):
             self._overflow_check.start()
             with torch.no_grad():
                 for kept, buffer in self._buffers:

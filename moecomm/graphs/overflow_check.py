@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from moecomm.types import DispatchOutput, Group, GroupReference
+from moecomm.types import Group, GroupReference
 
 
 class OverflowCheck:
@@ -45,10 +46,11 @@ class OverflowCheck:
         self._published_rows.zero_()
 
     @_disable_dynamo
-    def note_dispatch(self, out: DispatchOutput) -> None:
-        """Raises the word to the dispatch's `overflow` if that is more."""
+    def note_dispatch(self, overflow: Tensor) -> None:
+        """Raises the word to `overflow` if that is more. overflow: 0-d int32 on the device, the rows that a
+        dispatch needed if they exceeded its capacity, else 0."""
         self._follow()
-        torch.maximum(self._rows, out.overflow.view(1), out=self._rows)
+        torch.maximum(self._rows, overflow.view(1), out=self._rows)
         self._notes += 1
         if self._notes >= self._last_note > 0:
             self._publish()
