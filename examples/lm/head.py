@@ -129,24 +129,29 @@ def _softmax_on(device: torch.device, dtype: torch.dtype, vocab: int) -> Callabl
     if device.type != "cuda":
         return _softmax
     suits = vocab <= QUACK_MOST and vocab % QUACK_MULTIPLE == 0 and dtype in (torch.bfloat16, torch.float16)
-    if suits and torch.cuda.get_device_capability(device) == (9, 0) and _quack_cross_entropy() is not None:
-        return _softmax_by_quack
-    return _compiled_softmax()
+    by_quack = (
+        _quack_cross_entropy() if suits and torch.cuda.get_device_capability(device) == (9, 0) else None
+    )
+    return _compiled_softmax() if by_quack is None else functools.partial(_softmax_by_quack, by_quack)
 
 
-def _softmax_by_quack(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_grads: bool) -> Tensor:
-    """`_softmax` by quack-kernels, on logits in bfloat16 or float16."""
+def _softmax_by_quack(
+    cross_entropy: Callable[..., None],
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    summed: torch.dtype,
+    need_grads: bool,
+) -> Tensor:
+    """Does what `_softmax` does, by quack's function, on logits in bfloat16 or float16."""
     losses_T = torch.empty(len(logits_TV), dtype=summed, device=logits_TV.device)
-    cross_entropy = _quack_cross_entropy()
-    assert cross_entropy is not None, "_softmax_on chose it"
     cross_entropy(logits_TV, targets_T, None, losses_T, None, logits_TV if need_grads else None, None)
     return losses_T
 
 
 @functools.cache
 def _quack_cross_entropy() -> Callable[..., None] | None:
-    """Returns quack's function, or None if quack is not installed, or cannot be imported: then moecomm has
-    warned of that."""
+    """Returns quack's function, or None if quack is not installed, or cannot be imported. Of that moecomm
+    warns, where its layers look for quack."""
     try:
         found: Callable[..., None] = importlib.import_module("quack.cross_entropy").cross_entropy_fwd_out
     except Exception:  # a mismatched package may raise any error

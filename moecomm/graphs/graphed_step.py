@@ -24,8 +24,6 @@ from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.nn.router import rows_at_worst
 from moecomm.types import AnyGroup, DispatchOutput, Group, as_group
 
-Seen = Callable[[DispatchOutput], None]
-
 _log = logging.getLogger(__name__)
 
 
@@ -138,8 +136,7 @@ class GraphedStep:
         self._step_fn, self._model, self._layers = step_fn, model, layers
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
-        # Without capacities outputs have exactly the rows that arrive.
-        self._exact = self._unseen = [None] * len(layers)
+        self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
         self._every = self._parameters = list(model.parameters())
         self._trains: list[bool] = []
         self._training = model.training
@@ -246,7 +243,7 @@ class GraphedStep:
             if not came_to_end:
                 # On the CPU the dispatch after an overflow raises an error on all ranks, perhaps before the
                 # step has changed all its buffers. So the step runs once more, with outputs of exact size.
-                with self._settings(self._exact, self._unseen, waits=True):
+                with self._settings(self._exact, None, waits=True):
                     self._run_step()
             now = dict(self._model.named_buffers())
             for name, buffer in buffers.items():
@@ -295,10 +292,10 @@ class GraphedStep:
     def _body(self, waits: bool = False) -> _Done:
         """Runs the step as the graph records it: copies the buffers, sets capacities, checks for overflow."""
 
-        def seen(out: DispatchOutput) -> None:
+        def seen(layer: MoELayer, out: DispatchOutput) -> None:
             self._overflow_check.note_dispatch(out.overflow)
 
-        with self._settings(self._capacities, [seen] * len(self._layers), waits):
+        with self._settings(self._capacities, seen, waits):
             self._overflow_check.start()
             with torch.no_grad():
                 for kept, buffer in self._buffers:
@@ -331,15 +328,18 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _settings(
-        self, capacities: Sequence[int | None], seen: Sequence[Seen | None], waits: bool
+        self,
+        capacities: Sequence[int | None],
+        seen: Callable[[MoELayer, DispatchOutput], None] | None,
+        waits: bool,
     ) -> Iterator[None]:
-        """A context in which the layers have these capacities, and call these functions with the results of
-        their dispatches. `waits`: outside captures the host waits for the device in each layer, so that
+        """A context in which the layers have these capacities, and each calls `seen` with itself and the
+        result of its dispatch. `waits`: outside captures the host waits for the device in each layer, so that
         layers reuse memory."""
         before = [each.capacity for each in self._layers]
         try:
-            for layer, capacity, see in zip(self._layers, capacities, seen, strict=True):
-                layer.capacity, layer._dispatch_seen, layer._waits_on_host = capacity, see, waits
+            for layer, capacity in zip(self._layers, capacities, strict=True):
+                layer.capacity, layer._dispatch_seen, layer._waits_on_host = capacity, seen, waits
             yield
         finally:
             for layer, own_capacity in zip(self._layers, before, strict=True):
@@ -397,11 +397,16 @@ class GraphedStep:
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
-        fullest = [_Fullest(layer) for layer in self._layers]
-        with self._settings(self._exact, fullest if self.grows else self._unseen, waits=True):
+        needed = [0.0]  # rows of each dispatch, over those of balanced routing
+
+        @_disable_dynamo
+        def seen(layer: MoELayer, out: DispatchOutput) -> None:
+            needed.append(out.tokens.shape[0] / (layer.comm.max_tokens * layer.comm.top_k))
+
+        with self._settings(self._exact, seen, waits=True):
             done = self._run_step()
         if self.grows:
-            most = self._overflow_check.most(max(each.rows_over_balanced for each in fullest))
+            most = self._overflow_check.most(max(needed))
             found = [_capacity(layer, max(1.0, self.headroom) * most) for layer in self._layers]
             if any(map(operator.gt, found, self._capacities)):
                 self._capacities, self._replay = list(map(max, found, self._capacities)), None
@@ -445,19 +450,6 @@ class GraphedStep:
         torch.set_rng_state(on_host)
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu, self.device)
-
-
-class _Fullest:
-    """Called with the results of a layer's dispatches, without capacity: keeps the most rows of any, over
-    those of balanced routing."""
-
-    def __init__(self, layer: MoELayer) -> None:
-        self._balanced = layer.comm.max_tokens * layer.comm.top_k
-        self.rows_over_balanced = 0.0
-
-    @_disable_dynamo
-    def __call__(self, out: DispatchOutput) -> None:
-        self.rows_over_balanced = max(self.rows_over_balanced, out.tokens.shape[0] / self._balanced)
 
 
 def _capacity(layer: MoELayer, headroom: float) -> int:

@@ -96,19 +96,19 @@ def agree_by_holders(
 
 
 _of_hosts: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
-"""By group, a group of the same ranks and of CPU tensors alone, in which nobody else exchanges."""
+"""Maps a group to another one of the same ranks, for CPU tensors, in which this module alone exchanges."""
 
 
 def _exchange(group: Group | None, device: torch.device) -> tuple[Group | None, torch.device]:
     """Returns a group of the same ranks for an exchange, and the device of its tensors. If `group` has a
     backend for CPU tensors, that is the CPU, and the group one of its own: in the caller's another thread may
     exchange meanwhile, as that of torch.distributed.checkpoint.async_save does."""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    if "cpu" not in backends:
-        return group, device
     over, cpu = group or dist.group.WORLD, torch.device("cpu")
     assert over is not None
     if over not in _of_hosts:
+        backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+        if "cpu" not in backends:
+            return group, device
         options: Any = over._get_backend(cpu).options
         _of_hosts[over] = dist.new_group(
             dist.get_process_group_ranks(over),

@@ -524,7 +524,7 @@ def test_without_process_groups(tmp_path: Path, seed: int) -> None:
 
 @on_ranks(2)
 def test_steps_go_on_beside_an_async_save(rank: int, world: int, tmp_path: Path) -> None:
-    """With a process group of its own; what is saved is the state at the call."""
+    """An async_save with a process group of its own saves the state at the call."""
     model, other = build(rank, world, world, 1), build(rank, world, world, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     own = dist.new_group(backend="gloo")
