@@ -86,6 +86,11 @@ class SharedCommunicator:
                 raise
         return call(self._comm)
 
+    def has_ended(self) -> bool:
+        """Returns whether this rank has closed the communicator, or an error has ended it."""
+        backend = self._comm._backend
+        return backend is None or backend.has_ended
+
     def _is_enlarged(self, error: InvalidArgument, tokens: int) -> bool:
         """Builds a communicator for the most tokens of any rank, if a dispatch failed with `error` because a
         rank had too many. Returns whether it has built one; all ranks return the same."""
@@ -135,10 +140,13 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
-    """Returns the communicator of a group and shape, and builds it unless all ranks have the same. The
-    calling layer keeps it alive. All ranks call this before a layer's first dispatch; `tokens` may differ."""
+    """Returns the communicator of a group and shape, and builds it unless all ranks have the same, and no
+    error has ended it on any. The calling layer keeps it alive. All ranks call this before a layer's first
+    dispatch; `tokens` may differ."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
+    if found is not None and found.has_ended():
+        found = None
     serial = 0 if found is None else found.serial
     newest, oldest, built, most = _largest(group, shape.device, serial, -serial, known.built, tokens)
     if found is None or newest != -oldest:

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported, announced_as, kind_of
+from moecomm.errors import (
+    CapacityExceeded,
+    InvalidArgument,
+    PeerLost,
+    PeerTimeout,
+    Unsupported,
+    announced_as,
+    kind_of,
+)
 from moecomm.setup.memory_plan import MemoryPlan
 from moecomm.setup.topology import NodeMap
 from moecomm.types import Layout, PlanViews, WireFormat, Work
@@ -152,6 +160,8 @@ class Backend(ABC):
     """The fields of the blob in a TensorPlan."""
     _native: Any
     """The communicator of the runtime."""
+    has_ended = False
+    """True after PeerTimeout or PeerLost, which end the communicator."""
     _announced = True
     """True once the runtime has the operation: from then on the runtime tells all ranks of errors."""
 
@@ -207,6 +217,7 @@ class Backend(ABC):
                 self._announced = True
                 told = announced_as(error)
                 self._announce(kind_of(told), str(told).encode(errors="replace").decode())
+            self.has_ended |= isinstance(told, (PeerTimeout, PeerLost))
             if isinstance(told, InvalidArgument):
                 told._is_known_to_all = True
             if told is error or isinstance(error, CapacityExceeded):

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +15,7 @@ from tests.compat_path import COMPAT  # noqa: F401  # puts deep_ep on the path
 from deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from deep_ep.hybrid_ep_buffer import indices_to_map
 
-from moecomm.errors import CapacityExceeded, MoecommError
+from moecomm.errors import CapacityExceeded, MoecommError, PeerTimeout
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
 
@@ -93,6 +94,21 @@ def _is_named(name: str, error: Exception) -> bool:
     """Returns whether an error names an argument: itself, or as moecomm's own calls name it."""
     own = {"hidden": "x", "probs": "topk_weights", "num_worst_tokens": "capacity"}
     return name in str(error) or own.get(name, name) in str(error)
+
+
+@on_ranks(2, MOECOMM_TIMEOUT="1")
+def test_a_new_buffer_after_an_error(rank: int, size: int, seed: int) -> None:
+    """It has a communicator of its own where an error has ended that of an older buffer."""
+    ids, counts = torch.arange(4).unsqueeze(1), torch.ones(4, dtype=torch.int32)
+    good = {"x": torch.ones(4, 8), "topk_idx": ids, "num_tokens_per_expert": counts}
+    old, new = Buffer(dist.group.WORLD), Buffer(dist.group.WORLD)
+    old.dispatch(**good)
+    if rank:
+        with pytest.raises(PeerTimeout):
+            old.dispatch(**good)
+    dist.barrier()
+    rows, *_ = new.dispatch(**good)
+    assert len(rows) == 4
 
 
 @on_ranks(1)
