@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,12 @@ class SharedCommunicator:
             if dispatched() or not self._is_enlarged(error, tokens):
                 raise
         return call(self._comm)
+
+    def refuse(self, error: InvalidArgument, ids_TK: Tensor, capacity: int | None) -> NoReturn:
+        """Raises `error`, which this rank has found in its arguments, on all ranks in place of `dispatch`."""
+        if not ids_TK.is_cuda or capacity is None:  # the others agree on a size, as `dispatch` does
+            self.run(ids_TK.shape[0], lambda comm: comm.refuse(error))
+        self._comm.refuse(error)
 
     def has_ended(self) -> bool:
         """Returns whether this rank has closed the communicator, or an error has ended it."""

@@ -203,6 +203,7 @@ def test_bad_calls(rank: int, size: int, seed: int) -> None:
     _refused(InvalidArgument, "num_tokens_per_expert", lambda: buffer.dispatch(x, topk_idx=ids))
     _refused(InvalidArgument, "topk_idx", lambda: buffer.dispatch(x, num_tokens_per_expert=per_expert))
     _refused(InvalidArgument, "one kind", lambda: buffer.dispatch(x, handle=handle, topk_idx=ids))
+    _refused(InvalidArgument, "x is list", lambda: buffer.dispatch([x, x], topk_idx=ids, **layout))
     _refused(InvalidArgument, "handle is tuple", lambda: buffer.combine(x, ()))
     _refused(InvalidArgument, "rows", lambda: buffer.combine(x[:, :4].contiguous(), handle))
     _refused(InvalidRouting, f"{_experts(size)}", lambda: buffer.dispatch(x, topk_idx=wrong, **layout))
@@ -220,6 +221,7 @@ def test_bad_calls(rank: int, size: int, seed: int) -> None:
     y, _, _ = buffer.combine(rows, handle)
     _near(sums=(y, x * handle[4].sum(1, keepdim=True)))
     buffer.destroy()
+    _refused(CommunicatorClosed, "destroyed", lambda: buffer.dispatch(x, handle=handle))
     _refused(
         CommunicatorClosed,
         "destroyed",
@@ -325,10 +327,13 @@ def test_elastic_buffer(rank: int, size: int, seed: int) -> None:
     given.topk_idx[:] = -1
     changed = {"topk_weights": weights, "handle": given}
     _refused(InvalidArgument, "was changed", lambda: buffer.dispatch(x, **changed))
-    small = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=1)  # fewer than there are
+    few = {"num_max_tokens_per_rank": 1}  # fewer than there are
+    small = ElasticBuffer(dist.group.WORLD, **few, explicitly_destroy=True)
     for kind in ({}, {"do_expand": True}):
         _, _, sent, along, _ = small.dispatch(x, **options, **kind)
         _same(sent_again=(small.dispatch(x, topk_weights=weights, handle=along)[2], sent))
+    small.destroy()
+    _refused(CommunicatorClosed, "destroyed", lambda: small.dispatch(x, handle=along))
     if not x.is_cuda:  # GPUs have no such rows
         whole = {"x": x.double(), "topk_weights": weights.double()}
         _, _, sent, along, _ = buffer.dispatch(topk_idx=ids, num_experts=experts, **whole)

@@ -15,7 +15,7 @@ from tests.compat_path import COMPAT  # noqa: F401  # puts deep_ep on the path
 from deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from deep_ep.hybrid_ep_buffer import indices_to_map
 
-from moecomm.errors import CapacityExceeded, MoecommError, PeerTimeout
+from moecomm.errors import CapacityExceeded, InvalidArgument, MoecommError, PeerTimeout
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
 
@@ -43,7 +43,7 @@ def _calls(seed: int) -> dict[str, Call]:
     p_rows, p_probs, _, _, p_handle = hybrid.dispatch_with_permute(hidden=x, **by_map, pad_multiple=4)
     sent = {"topk_idx": ids, "num_max_dispatch_tokens_per_rank": MOST, "num_experts": EXPERTS}
     slots, _, slot_handle, *_ = buffer.low_latency_dispatch(x, **sent, use_fp8=False)
-    stats = {"cumulative_local_expert_recv_stats": torch.zeros(EXPERTS, dtype=torch.int32)}
+    stats = {"cumulative_local_expert_recv_stats": torch.zeros(EXPERTS // group.size(), dtype=torch.int32)}
     sizes = {"num_experts": EXPERTS, "num_max_tokens_per_rank": MOST, "expert_alignment": 4, **stats}
     unblocked = {"num_permuted_tokens": 64, "pad_multiple": 4, "non_blocking": True}
     bias, by_ids = (
@@ -94,6 +94,35 @@ def _is_named(name: str, error: Exception) -> bool:
     """Returns whether an error names an argument: itself, or as moecomm's own calls name it."""
     own = {"hidden": "x", "probs": "topk_weights", "num_worst_tokens": "capacity"}
     return name in str(error) or own.get(name, name) in str(error)
+
+
+CUT = {
+    "combine": ("topk_weights", "bias"),
+    "elastic back": ("topk_weights",),
+    "without ids": ("is_token_in_rank",),
+    "hybrid": ("routing_map", "probs"),
+    "hybrid along": ("probs",),
+    "hybrid back": ("hidden", "probs"),
+    "permute": ("routing_map", "probs"),
+    "unpermute": ("hidden", "probs"),
+    "slots back": ("x", "topk_weights", "out"),
+}
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank(rank: int, size: int, seed: int) -> None:
+    """All ranks raise it and know the argument by its name, and the call works after it."""
+    calls = _calls(seed)
+    for call, name in ((call, name) for call, names in CUT.items() for name in names):
+        function, good = calls[call]
+        with pytest.raises(InvalidArgument, match=f"{name} "):
+            function(**good | ({name: good[name][:-1]} if rank else {}))
+        function(**good)
+    function, good = calls["expanded"]
+    twice = {name: good[name].repeat(2, 1) for name in ("x", "topk_idx", "topk_weights")}
+    with pytest.raises(InvalidArgument, match="at most num_max_tokens_per_rank = 8"):
+        function(**good | (twice if rank else {}))
+    function(**good)
 
 
 @on_ranks(2, MOECOMM_TIMEOUT="1")

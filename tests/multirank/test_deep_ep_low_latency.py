@@ -148,10 +148,10 @@ def test_bad_calls(rank: int, size: int, seed: int) -> None:
         _refused(InvalidArgument, f"{MOST + 1} tokens", lambda: send(many, bad, MOST, experts, **plain))
     costs = torch.zeros(size, dtype=torch.int64, device=x.device)
     rows, _, handle, _, _ = send(x, ids, MOST, experts, dispatch_wait_recv_cost_stats=costs, **plain)
+    buffer.destroy()
     y, _, _ = back(rows, ids, weights, handle, use_logfmt=True, combine_wait_recv_cost_stats=costs)
     sums = weights.masked_fill(ids < 0, 0.0).sum(1, keepdim=True) * x.float()
-    assert torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3), "the Buffer does not go on"
-    buffer.destroy()
+    assert torch.allclose(y.float(), sums, rtol=0.02, atol=1e-3), "the handle does not go on"
     _refused(CommunicatorClosed, "destroyed", lambda: send(x, ids, MOST, experts, **plain))
 
 

@@ -2,6 +2,7 @@
 
 Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/legacy.py (version 1 of its API).
 Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows.
+Weights are float32, with float64 rows float64.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Buffer(LowLatency):
             handle: of an earlier dispatch, along whose plan the rows go; topk_idx and topk_weights are None
                 then. For fp8 rows the plan is made again, so that the host waits as in that dispatch.
             num_tokens_per_expert: (E,) of `get_dispatch_layout`; its length is the number of experts.
-            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
+            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and weights, which travel along.
             is_token_in_rank: (T, R) bool, used where topk_idx is None.
             expert_alignment: the counts are rounded up to a multiple of it.
             num_worst_tokens: if above 0, the number of rows of the result, the same on all ranks; the host
@@ -195,7 +196,10 @@ class Buffer(LowLatency):
         shared = self.communicator(x, experts, top_k, Buffer._chosen_sms, every=every)
         capacity, rows, ids_TK = num_worst_tokens or None, parts_of(x), topk_idx
         if ids_TK is None:
-            ids_TK = self._ids_by_rank(is_token_in_rank, experts, len(rows[0]))
+            try:
+                ids_TK = self._ids_by_rank(is_token_in_rank, experts, len(rows[0]))
+            except InvalidArgument as error:
+                shared.refuse(error, rows[0], capacity)
 
         def bring() -> tuple[Any, ...]:
             comm, out = shared.dispatch(
@@ -242,7 +246,7 @@ class Buffer(LowLatency):
         Args:
             x: (P, H) rows in the order of the dispatch.
             handle: of that dispatch.
-            topk_weights: (P, K) float32, which travel along; for each expert of a token, the weight of the
+            topk_weights: (P, K), which travel along; for each expert of a token, the weight of the
                 rank that has the expert is returned.
             bias: one or two tensors (T, H) that are added to the sums.
             The others are as in `dispatch`.

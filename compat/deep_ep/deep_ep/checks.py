@@ -76,7 +76,7 @@ def _is(kind: str, value: Any) -> bool:
     if kind == _TENSOR:
         return isinstance(value, Tensor)
     if kind == _PAIR:
-        return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is(_TENSOR, v) for v in value)
+        return isinstance(value, tuple) and len(value) == 2 and all(_is(_TENSOR, v) for v in value)
     if kind == _INTEGER:
         return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
     if kind == _EVENT:

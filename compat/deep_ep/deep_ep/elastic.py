@@ -2,6 +2,7 @@
 
 Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/elastic.py. Shape letters: T
 tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows, C num_max_tokens_per_rank.
+Weights are float32, with float64 rows float64.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class ElasticBuffer(Operations):
 
         Args:
             x: (T, H) rows; or, on GPUs, a pair of float8_e4m3fn rows and (T, H / 128) float32 scales.
-            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights, which travel along.
+            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and weights, which travel along.
             cumulative_local_expert_recv_stats: (L,), to which each local expert's rows are added.
             num_experts: E; needed without a handle.
             num_max_tokens_per_rank: C; None: that of the construction.
@@ -233,7 +234,8 @@ class ElasticBuffer(Operations):
                 so that the host waits as in that dispatch.
             do_handle_copy: the handle copies topk_idx.
             do_cpu_sync: the host waits, and the result has as many rows as arrived. False: nothing waits, and
-                it has R * C rows; if expanded, R * C * min(K, L) and those for padding. None: True.
+                it has R * C rows; if expanded, R * C * min(K, L) and those for padding; T is at most C. None:
+                True.
             do_expand: expanded layout: a row for each (token, local expert), by expert, source rank, token.
             num_qps, allocate_on_comm_stream, do_zero_padding: nothing depends on them; padding is zero.
             use_tma_aligned_col_major_sf: the memory of scales is by columns, each of a multiple of 16 bytes,
@@ -257,6 +259,7 @@ class ElasticBuffer(Operations):
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 raise InvalidArgument("handle and topk_idx or do_cpu_sync=True are given, expected one kind")
+            self.require_open()
             send = partial(self._send_along, handle, x, topk_weights, use_tma_aligned_col_major_sf)
             (tokens, scales, weights), event = self.run(send, (*parts_of(x), topk_weights), before, apart)
             rows = tokens if scales is None else (tokens, scales)
@@ -275,6 +278,10 @@ class ElasticBuffer(Operations):
         # Room for the largest batch: if the host does not wait, ranks cannot agree on a larger one later.
         every = 0 if waits else most
         shared = self.communicator(x, num_experts, top_k, num_sms or None, every=every)
+        tokens = len(parts_of(x)[0])
+        if capacity is not None and tokens > most:
+            text = f"x has {tokens} tokens, expected at most num_max_tokens_per_rank = {most}"
+            shared.refuse(InvalidArgument(f"{text} with do_cpu_sync=False"), topk_idx, capacity)
         options: dict[str, Any] = {"capacity": capacity, "layout": "rank"}
         if do_expand:
             options |= {"layout": "expert", "alignment": alignment}
@@ -318,7 +325,7 @@ class ElasticBuffer(Operations):
         Args:
             x: (P, H) rows in the order of the dispatch.
             handle: of that dispatch.
-            topk_weights: float32, (P, K) or expanded (P,), which travel along.
+            topk_weights: (P, K) or expanded (P,), which travel along.
             bias: one or two tensors (T, H) that are added to the sums.
             num_sms: those of the dispatch are used. The others are as in `dispatch`.
 
@@ -350,7 +357,7 @@ class ElasticBuffer(Operations):
 
     def _carry(self, handle: EPHandle, topk_weights: Tensor) -> Tensor:
         """Returns the weights, as they arrive along the handle, by a small dispatch of their own."""
-        ids_TK, options = handle.ids_TK, {}
+        ids_TK, options = handle.ids_TK, dict[str, Any]()
         if most := handle.num_max_tokens_per_rank:  # a capacity can be given, and the host does not wait
             if handle.options["capacity"] is None:  # the handle's batch may have had more tokens
                 most = max(most, handle.comm.max_tokens)

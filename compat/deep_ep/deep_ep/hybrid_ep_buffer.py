@@ -2,6 +2,7 @@
 
 Names, order and defaults of arguments are those of deep_ep/hybrid_ep_buffer.py there. Shape letters: T
 tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows.
+Weights and probs are float32, with float64 rows float64.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from deep_ep.maps import ids_of, indices_to_map, most_experts, picked, spread
 from deep_ep.operations import Operations, rounded_up
 from moecomm import Communicator, DispatchOutput
 from moecomm.arguments import require_integer
+from moecomm.backends.opened import call_or_tell
 from moecomm.errors import CapacityExceeded, InvalidArgument
 from moecomm.shared import may_be_too_large
 
@@ -144,9 +146,9 @@ class HybridEPBuffer(Operations):
         Args:
             hidden: (T, H) rows; or, on GPUs, fp8 rows as float8_e4m3fn or uint8.
             scaling_factor: (T, H / 128) float32 scales of fp8 rows.
-            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and float32 weights or None.
+            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and weights or None.
             num_of_experts: E; needed with topk_idx.
-            routing_map, probs: in place of ids and weights, (T, E) bool, and (T, E) float32 or None.
+            routing_map, probs: in place of ids and weights, (T, E) bool, and (T, E) or None.
             handle: of an earlier dispatch, along whose plan the rows go, with probs or weights if given.
             num_dispatched_tokens_tensor, num_dispatched_tokens: nothing depends on them.
 
@@ -176,7 +178,7 @@ class HybridEPBuffer(Operations):
 
         Args:
             hidden: (P, H) rows in the order of the dispatch.
-            probs: (P, E) float32, of which those of the rank's experts travel along.
+            probs: (P, E), of which those of the rank's experts travel along.
             handle: of that dispatch.
 
         Returns:
@@ -188,8 +190,8 @@ class HybridEPBuffer(Operations):
         """
         kept = _expect(handle, "rank")
         if probs is not None:
-            rows, experts = kept.handle.num_rows, kept.comm.num_experts
-            require_shape("probs", probs, f"({rows}, {experts})", rows, experts)
+            shape = kept.handle.num_rows, kept.comm.num_experts
+            call_or_tell(kept.comm, require_shape, "probs", probs, str(shape), *shape)
             probs = picked(probs, kept.received_ids())
         return self._sums(hidden, probs, kept)
 
@@ -279,7 +281,8 @@ class HybridEPBuffer(Operations):
     # ---------------------------------------------------------------------------------------------------
 
     def _sums(self, hidden: Tensor, weights: Tensor | None, handle: HybridHandle) -> tuple[Tensor, Any]:
-        sums_TH, weights_TK, _ = self.bring_back(handle, hidden, weights, None, (), apart=False)
+        names = ("hidden", "probs")
+        sums_TH, weights_TK, _ = self.bring_back(handle, hidden, weights, None, (), False, names)
         if weights_TK is not None:
             weights_TK = spread(weights_TK, handle.ids_TK, handle.comm.num_experts)
         return sums_TH, weights_TK
@@ -295,6 +298,10 @@ class HybridEPBuffer(Operations):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, HybridHandle]:
         """Dispatches, and returns rows, weights in moecomm's form, scales and the handle."""
         topk_idx, topk_weights, experts, map_TE, probs = routing
+        tokens, error = (
+            len(hidden),
+            None,
+        )  # an error that is told to all ranks, as it may be of this one alone
         x: Any = hidden
         if hidden.dtype in (torch.uint8, torch.float8_e4m3fn):
             if scaling_factor is None:
@@ -303,14 +310,16 @@ class HybridEPBuffer(Operations):
         if handle is not None:
             kept, experts = _expect(handle, options["layout"]), handle.comm.num_experts
             if map_TE is None and topk_idx is not None:  # ids may be in another order than those of the plan
-                _, probs = indices_to_map(topk_idx, topk_weights, len(hidden), experts)
+                _, probs = indices_to_map(topk_idx, topk_weights, tokens, experts)
             if probs is None and x is hidden:
                 rows, _ = self.send_along(kept, x, (), apart=False)
                 return rows, None, None, kept
         elif map_TE is not None:
-            tokens, kinds = len(hidden), (torch.bool,)
-            require_shape("routing_map", map_TE, f"({tokens}, E)", tokens, None, dtypes=kinds)
+            require_shape("routing_map", map_TE, f"({tokens}, E)", None, None, dtypes=(torch.bool,))
             experts = map_TE.shape[1]
+            if len(map_TE) != tokens:
+                error = _wrong("routing_map", map_TE, tokens, experts)
+                map_TE = map_TE.new_zeros(tokens, experts)
         elif topk_idx is None or experts is None:
             raise InvalidArgument(
                 "expected topk_idx and num_of_experts, or routing_map, or handle; none is given"
@@ -318,10 +327,8 @@ class HybridEPBuffer(Operations):
         if experts < 1 or experts % self.group_size:
             raise InvalidArgument(f"{experts} experts, expected a multiple of {self.group_size} ranks")
         by_probs = handle is not None or map_TE is not None
-        if by_probs and probs is not None and probs.shape != (len(hidden), experts):
-            raise InvalidArgument(
-                f"probs has shape {tuple(probs.shape)}, expected ({len(hidden)}, {experts})"
-            )
+        if by_probs and probs is not None and probs.shape != (tokens, experts):
+            error, probs = error or _wrong("probs", probs, tokens, experts), None
         if options["capacity"] is None:
             self._forgive()
         options = {**options, "dequantize": x is hidden, "host_counts": options["capacity"] is None}
@@ -329,11 +336,11 @@ class HybridEPBuffer(Operations):
         def bring() -> tuple[Any, ...]:
             if handle is not None:
                 weights = None if probs is None else picked(probs, handle.ids_TK)
-                comm, out = self.send_again(handle, x, weights, self._num_sms)
+                comm, out = self.send_again(handle, x, weights, self._num_sms, error)
                 made = handle
             else:
                 if map_TE is not None:
-                    comm, out, ids_TK = self._dispatch_map(x, map_TE, probs, options)
+                    comm, out, ids_TK = self._dispatch_map(x, map_TE, probs, error, options)
                 else:
                     shared, ids_TK = self._shared(x, experts, top_k_of(topk_idx)), topk_idx
                     comm, out = shared.dispatch(x, ids_TK, topk_weights, **options)
@@ -354,9 +361,14 @@ class HybridEPBuffer(Operations):
         return self.communicator(x, experts, top_k, self._num_sms, most)
 
     def _dispatch_map(
-        self, x: Any, map_TE: Tensor, probs: Tensor | None, options: dict[str, Any]
+        self,
+        x: Any,
+        map_TE: Tensor,
+        probs: Tensor | None,
+        error: InvalidArgument | None,
+        options: dict[str, Any],
     ) -> tuple[Communicator, DispatchOutput, Tensor]:
-        """Dispatches by a map, with a top-k that suffices for the tokens of all ranks.
+        """Dispatches by a map, with a top-k that suffices for the tokens of all ranks; or all raise `error`.
 
         If the top-k is too small on a rank, that rank gives ids with more columns. The dispatch then fails on
         all ranks, and they agree on a larger top-k. On GPUs, with a fixed number of rows, the host does not
@@ -371,10 +383,13 @@ class HybridEPBuffer(Operations):
         while True:
             ids_TK = ids_of(map_TE, max(held, most))
             weights = None if probs is None else picked(probs, ids_TK.clamp(max=experts - 1))
+            shared = self._shared(x, experts, held)
             try:
-                return *self._shared(x, experts, held).dispatch(x, ids_TK, weights, **options), ids_TK
-            except InvalidArgument as error:
-                if not reads or not may_be_too_large(error):
+                if error is not None:
+                    shared.refuse(error, ids_TK, options["capacity"])
+                return *shared.dispatch(x, ids_TK, weights, **options), ids_TK
+            except InvalidArgument as raised:
+                if not reads or not may_be_too_large(raised):
                     raise
                 needed = self._largest(most, map_TE.device)
                 if needed <= held:  # the error is another one, on all ranks
@@ -403,6 +418,10 @@ class HybridEPBuffer(Operations):
 
 def _data_type(fp8: bool) -> str:
     return "UINT8" if fp8 else "UINT16"
+
+
+def _wrong(name: str, value: Tensor, *shape: int) -> InvalidArgument:
+    return InvalidArgument(f"{name} has shape {tuple(value.shape)}, expected {shape}")
 
 
 def _expect(handle: Any, layout: str) -> HybridHandle:

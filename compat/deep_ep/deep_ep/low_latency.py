@@ -20,6 +20,7 @@ from deep_ep.operations import Operations, by_columns, carriers
 from deep_ep.utils import EventOverlap
 from moecomm import Communicator, DispatchOutput
 from moecomm.arguments import require_integer
+from moecomm.backends.opened import call_or_tell
 from moecomm.errors import InvalidArgument
 
 _BLOCK = 128
@@ -34,10 +35,12 @@ class SlotHandle(TupleHandle):
     and are None.
     """
 
-    def __init__(self, comm: Communicator, out: DispatchOutput, ids_TK: Tensor) -> None:
-        self.comm = comm
+    def __init__(
+        self, comm: Communicator, carrying: Communicator | None, out: DispatchOutput, ids_TK: Tensor
+    ) -> None:
+        self.comm, self.carrying = comm, carrying
         # A combine that sends weights by these ids needs a copy: the caller may have changed its tensor then.
-        self.keep(out, ids_TK if comm.weighs_tokens else ids_TK.clone())
+        self.keep(out, ids_TK if carrying is None else ids_TK.clone())
         self.rows_LNH: Tensor | None = None  # what get_next_low_latency_combine_buffer has returned
 
     @property
@@ -133,6 +136,9 @@ class LowLatency(Operations):
         tokens = require_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         comm = self._of(x, num_experts, top_k_of(topk_idx), tokens, "fp8" if use_fp8 else None)
         require_counts(cumulative_local_expert_recv_stats, comm.num_local_experts)
+        carrying = None  # brings the weights of a combine, unless the combine itself does
+        if not comm.weighs_tokens:
+            carrying = self._of(carriers(topk_idx, comm), num_experts, comm.top_k, tokens, None)
         local, slots = comm.num_local_experts, comm.size * tokens
 
         def bring() -> tuple[Any, ...]:
@@ -141,7 +147,7 @@ class LowLatency(Operations):
             counts_L = out.tokens_per_expert
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts_L)
-            handle, scales = SlotHandle(comm, out, topk_idx), out.scales
+            handle, scales = SlotHandle(comm, carrying, out, topk_idx), out.scales
             if scales is not None:
                 scales = scales.view(local, slots, -1)
                 scales = by_columns(_as_exponents(scales) if use_ue8m0 else scales)
@@ -174,7 +180,7 @@ class LowLatency(Operations):
         Args:
             x: (L, R * C, H) rows in the order of the dispatch.
             topk_idx: (T, K) of the dispatch; where an id is -1 now, its row does not count.
-            topk_weights: (T, K) float32.
+            topk_weights: (T, K) float32, with float64 rows float64.
             handle: of the dispatch.
             use_logfmt: nothing depends on it: rows travel in their dtype.
             zero_copy: the rows are in the tensor of `get_next_low_latency_combine_buffer`, and x is not read.
@@ -193,15 +199,29 @@ class LowLatency(Operations):
         if not isinstance(handle, SlotHandle):
             kind = type(handle).__name__
             raise InvalidArgument(f"handle is {kind}, expected that of a low_latency_dispatch")
+        _ignore("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
+        given = (x, topk_idx, topk_weights, handle, zero_copy, async_finish, return_recv_hook, out)
+        return call_or_tell(handle.carrying or handle.comm, self._sum_slots, *given)
+
+    def _sum_slots(
+        self,
+        x: Tensor | None,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: SlotHandle,
+        zero_copy: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        out: Tensor | None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
         if zero_copy and handle.rows_LNH is None:
             raise InvalidArgument(
                 "zero_copy is True, expected False: get_next_low_latency_combine_buffer was not called with "
                 "this handle"
             )
         _refuse_both(async_finish, return_recv_hook)
-        _ignore("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
         rows = handle.rows_LNH if zero_copy else x
-        comm, shape = handle.comm, handle.shape
+        comm, carrying, shape = handle.comm, handle.carrying, handle.shape
         if rows is None or tuple(rows.shape) != shape:
             found = "is None" if rows is None else f"has shape {tuple(rows.shape)}"
             raise InvalidArgument(f"x {found}, expected that of the dispatch, {shape}")
@@ -210,11 +230,10 @@ class LowLatency(Operations):
         if out is not None and (out.shape != sums or out.dtype != comm.dtype or out.device != comm.device):
             found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
             raise InvalidArgument(f"out is {found}, expected {comm.dtype} of shape {sums} on {comm.device}")
-        ids_TK = None if comm.weighs_tokens else handle.ids_TK
-        carrying = None if ids_TK is None else self._carrying(comm, ids_TK)
+        ids_TK = None if carrying is None else handle.ids_TK
         if topk_weights.shape != topk_idx.shape:
             sizes = f"{tuple(topk_weights.shape)}, expected that of topk_idx, {tuple(topk_idx.shape)}"
-            (carrying or comm).refuse(InvalidArgument(f"topk_weights has shape {sizes}"))
+            raise InvalidArgument(f"topk_weights has shape {sizes}")
 
         def bring_back() -> tuple[Tensor | None, ...]:
             counted_TK, rows_PH = topk_weights, rows.view(-1, shape[2])
@@ -275,10 +294,6 @@ class LowLatency(Operations):
             made = Communicator(self.group, **sizes, dtype=x.dtype, device=x.device, wire=wire, num_sms=sms)
             self._exact[key] = made
         return self._exact[key]
-
-    def _carrying(self, comm: Communicator, ids_TK: Tensor) -> Communicator:
-        """Returns the communicator that carries the weights of the tokens of `comm`."""
-        return self._of(carriers(ids_TK, comm), comm.num_experts, comm.top_k, comm.max_tokens, None)
 
     def _issue(
         self, work: Callable[[], tuple[Any, ...]], inputs: Any, apart: bool, hooked: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput, Handle
 from moecomm.arguments import weight_dtype
+from moecomm.backends.opened import call_or_tell
 from moecomm.errors import CommunicatorClosed, InvalidArgument
 from moecomm.shared import LayerCommunicators, SharedCommunicator
 
@@ -143,9 +145,11 @@ class Operations:
     ) -> tuple[Any, EventOverlap]:
         """Sends tokens along the plan of an earlier dispatch; returns the rows that arrive, and an event. A
         pair of fp8 rows and scales arrives as a pair."""
+        self.require_open()
         comm, plan = plan_of(handle)
         if not isinstance(x, tuple):
-            (rows,), event = self.run(lambda: (comm.redispatch(x, plan),), (x,), before, apart)
+            send_rows = partial(self.run, lambda: (comm.redispatch(x, plan),), (x,), before, apart)
+            (rows,), event = call_or_tell(comm, send_rows)
             return rows, event
 
         def send() -> tuple[Any, ...]:
@@ -155,33 +159,63 @@ class Operations:
         return self.run(send, x, before, apart)
 
     def send_again(
-        self, handle: Any, x: Any, weights_TK: Tensor | None, num_sms: int | None, **options: Any
+        self,
+        handle: Any,
+        x: Any,
+        weights_TK: Tensor | None,
+        num_sms: int | None,
+        error: InvalidArgument | None = None,
+        **options: Any,
     ) -> tuple[Communicator, DispatchOutput]:
         """Dispatches by the ids of an earlier dispatch, which make the same plan. This is for fp8 rows and
-        weights, which cannot go along a kept plan. `options` replace those of the handle."""
+        weights, which cannot go along a kept plan. `options` replace those of the handle. All ranks raise
+        `error`, if one gives it."""
         ids_TK = handle.ids_TK
         comm = handle.comm
         shared = self.communicator(x, comm.num_experts, ids_TK.shape[1], num_sms, every=comm.max_tokens)
         options = {**handle.options, "dequantize": not isinstance(x, tuple), **options}
+        if error is not None:
+            shared.refuse(error, ids_TK, options["capacity"])
         return shared.dispatch(x, ids_TK, weights_TK, **options)
 
     def bring_back(
-        self, handle: Any, x: Tensor, weights: Tensor | None, bias: Any, before: Events, apart: bool
+        self,
+        handle: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        bias: Any,
+        before: Events,
+        apart: bool,
+        names: tuple[str, str] = ("x", "topk_weights"),
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Returns (T, H) sums of rows, plus one or two biases; (T, K) weights or None; and an event."""
+        """Returns (T, H) sums of rows, plus one or two biases; (T, K) weights or None; and an event. names:
+        of x and weights, for errors."""
         comm, plan = plan_of(handle)
+        return call_or_tell(comm, self._bring_back, comm, plan, x, weights, bias, before, apart, names)
+
+    def _bring_back(
+        self,
+        comm: Communicator,
+        plan: Handle,
+        x: Tensor,
+        weights: Tensor | None,
+        bias: Any,
+        before: Events,
+        apart: bool,
+        names: tuple[str, str],
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         biases = [each for each in (bias if isinstance(bias, (tuple, list)) else (bias,)) if each is not None]
         for each in biases:
             if each.shape != (plan.num_tokens, comm.hidden) or not each.is_floating_point():
                 found = f"{each.dtype} of shape {tuple(each.shape)}"
                 wanted = f"floating point of shape ({plan.num_tokens}, {comm.hidden})"
-                comm.refuse(InvalidArgument(f"bias is {found}, expected {wanted}"))
+                raise InvalidArgument(f"bias is {found}, expected {wanted}")
 
         def work() -> tuple[Tensor, Tensor | None]:
             if weights is None:
                 sums_TH, weights_TK = comm.combine(x, plan), None
             else:
-                sums_TH, weights_TK = comm.dispatch_backward(x, plan, grad_weights=weights)
+                sums_TH, weights_TK = comm.dispatch_backward(x, plan, grad_weights=weights, _names=names)
             if biases:
                 wide = weight_dtype(x.dtype)
                 sums_TH = sum((each.to(wide) for each in biases), sums_TH.to(wide)).to(x.dtype)
