@@ -91,9 +91,8 @@ def _bad(value: Any) -> Iterator[Any]:
 
 
 def _is_named(name: str, error: Exception) -> bool:
-    """Returns whether an error names an argument: itself, or as moecomm's own calls name it."""
-    own = {"hidden": "x", "probs": "topk_weights", "num_worst_tokens": "capacity"}
-    return name in str(error) or own.get(name, name) in str(error)
+    """Returns whether an error names an argument."""
+    return name in str(error)
 
 
 CUT = {

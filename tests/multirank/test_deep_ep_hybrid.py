@@ -198,6 +198,9 @@ def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> None:
     _refused(InvalidArgument, "routing_map has", lambda: permute(routing_map=map_TE[1:]))
     _refused(InvalidArgument, "routing_map is", lambda: permute(routing_map=map_TE.int()))
     _refused(InvalidArgument, "probs", lambda: permute(routing_map=map_TE, probs=probs[:, 1:]))
+    of_float64, rows_wanted = {"probs": probs.double()}, {"num_permuted_tokens": torch.tensor(8)}
+    _refused(InvalidArgument, "probs is", lambda: permute(routing_map=map_TE, **of_float64))
+    _refused(InvalidArgument, "num_permuted", lambda: permute(routing_map=map_TE, **rows_wanted))
     _refused(InvalidRouting, "topk_idx", lambda: permute(topk_idx=wrong, num_of_experts=experts))
     _refused(InvalidArgument, "multiple", lambda: permute(routing_map=map_TE, non_blocking=True))
     _refused(InvalidArgument, "9999", lambda: permute(handle=permuted, num_permuted_tokens=9999))

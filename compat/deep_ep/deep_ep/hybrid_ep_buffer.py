@@ -24,7 +24,7 @@ from deep_ep.handle import HybridHandle
 from deep_ep.maps import ids_of, indices_to_map, most_experts, picked, spread
 from deep_ep.operations import Operations, rounded_up
 from moecomm import Communicator, DispatchOutput
-from moecomm.arguments import require_integer
+from moecomm.arguments import check_weights, require_integer
 from moecomm.backends.opened import call_or_tell
 from moecomm.errors import CapacityExceeded, InvalidArgument
 from moecomm.shared import may_be_too_large
@@ -242,6 +242,8 @@ class HybridEPBuffer(Operations):
             non_blocking = not use_host_meta
         require_shape("hidden", hidden, "(T, H)", None, None)
         alignment = require_integer("pad_multiple", pad_multiple or 1, 1)
+        if handle is None and num_permuted_tokens is not None:
+            require_integer("num_permuted_tokens", num_permuted_tokens, 0)
         fits = isinstance(num_permuted_tokens, int) and num_permuted_tokens % alignment == 0
         if non_blocking and not fits:
             raise InvalidArgument(
@@ -318,7 +320,8 @@ class HybridEPBuffer(Operations):
             require_shape("routing_map", map_TE, f"({tokens}, E)", None, None, dtypes=(torch.bool,))
             experts = map_TE.shape[1]
             if len(map_TE) != tokens:
-                error = _wrong("routing_map", map_TE, tokens, experts)
+                wanted = f"({tokens}, {experts})"
+                error = InvalidArgument(f"routing_map has shape {tuple(map_TE.shape)}, expected {wanted}")
                 map_TE = map_TE.new_zeros(tokens, experts)
         elif topk_idx is None or experts is None:
             raise InvalidArgument(
@@ -327,8 +330,12 @@ class HybridEPBuffer(Operations):
         if experts < 1 or experts % self.group_size:
             raise InvalidArgument(f"{experts} experts, expected a multiple of {self.group_size} ranks")
         by_probs = handle is not None or map_TE is not None
-        if by_probs and probs is not None and probs.shape != (tokens, experts):
-            error, probs = error or _wrong("probs", probs, tokens, experts), None
+        if by_probs and probs is not None:
+            name = "probs" if topk_idx is None or map_TE is not None else "topk_weights"
+            try:
+                check_weights(name, probs, (tokens, experts), "(T, E)", hidden.dtype, hidden.device)
+            except InvalidArgument as found:
+                error, probs = error or found, None
         if options["capacity"] is None:
             self._forgive()
         options = {**options, "dequantize": x is hidden, "host_counts": options["capacity"] is None}
@@ -418,10 +425,6 @@ class HybridEPBuffer(Operations):
 
 def _data_type(fp8: bool) -> str:
     return "UINT8" if fp8 else "UINT16"
-
-
-def _wrong(name: str, value: Tensor, *shape: int) -> InvalidArgument:
-    return InvalidArgument(f"{name} has shape {tuple(value.shape)}, expected {shape}")
 
 
 def _expect(handle: Any, layout: str) -> HybridHandle:
