@@ -23,6 +23,9 @@ CXX        := $(if $(filter default,$(origin CXX)),c++,$(CXX))
 export CXX CMAKE_ARGS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What Python compiles as it imports it has to be kept (containers often say no): else each start of torch takes longer
+# by seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 PY         := $(VENV)/bin/python
 # Python compiles what is imported: to compile all of torch while it is installed costs half a minute.
