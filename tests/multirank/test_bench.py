@@ -18,6 +18,7 @@ from bench.results import page
 from tests.examples.conftest import clean_environment, wait_until
 from tests.fabric import needs_fabric
 from tests.multirank.harness import no_shared_memory_left
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu -b 24 -n 2 -w 1 --flush 0 --timeout 60 --threads 1"
@@ -276,15 +277,10 @@ def test_a_plan_runs_and_writes_nothing_unasked(
 
 # -- programs as a user starts them --------------------------------------------------------------------------
 def test_a_program_joins_torchruns_ranks(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     target = tmp_path / "out.json"
-    command = [sys.executable, *torchrun, "bench/alltoall_perf.py", *OPERATION, "--baselines"]
-    command += ["-J", str(target)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("# wrong values: 0 OK") == 1  # printed once, by rank 0
+    flags = [*OPERATION, "--baselines", "-J", target]
+    done = run_program(ROOT / "bench" / "alltoall_perf.py", *flags, torchrun=2)
+    assert done.out.count("# wrong values: 0 OK") == 1  # printed once, by rank 0
     assert [row["path"] for row in record.read(target)["rows"]] == PATHS["alltoall"]
 
 
