@@ -14,10 +14,12 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from tests.multirank.harness import preload
 from tests.programs import TIMEOUT_S, Finished, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # `lm` is imported from there, as `train_lm.py` does
+preload(__name__, "lm.trainer")
 
 SMALL_SIZES = {"dim": 32, "heads": 2, "layers": 2, "experts": 4, "ffn": 32, "seq": 32, "batch": 8}
 SMALL_STEPS = {"steps": 60, "warmup": 5, "eval-every": 30, "eval-windows": 33, "save-every": 20}

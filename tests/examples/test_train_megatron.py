@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.conftest import EXAMPLES
+from tests.multirank.harness import preload
 from tests.programs import run_program
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
@@ -14,6 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed", ex
 import train_megatron
 from lm.errors import UsageError
 
+preload("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed")
 SMALL = ("--steps", "8", "--hidden", "32", "--lr", "1e-2")
 
 

@@ -13,7 +13,8 @@ from tests.multirank.harness import preload
 from tests.multirank.moe_cases import unsharded
 
 # Each set of ranks would import them for some ten seconds.
-preload("transformers.trainer", "transformers.models.mixtral.modeling_mixtral", "accelerate", "peft")
+preload("moecomm.transformers", "transformers.trainer", "transformers.models.mixtral.modeling_mixtral")
+preload("accelerate", "peft")
 
 VOCABULARY = 96
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
