@@ -13,7 +13,7 @@ import pytest
 
 from bench import run_all
 from bench.harness import command_line, launch, native, options, plan, program, record
-from bench.paths import layer_variants, training
+from bench.paths import between_nodes, layer_variants, training
 from bench.results import page
 from tests.examples.conftest import clean_environment, wait_until
 from tests.fabric import needs_fabric
@@ -35,6 +35,7 @@ Ran = tuple[int, str, record.Record]
 def _on_rank(rank: int, world_size: int, given: options.Options, spoil: bool = False) -> tuple[int, str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(between_nodes, "_COLD_BYTES", 32 << 20)
         if spoil:
             _forget(patch, rank)
         status = program.benchmark(given, rank)
@@ -233,7 +234,7 @@ def test_nodes_are_counted_and_held_against_the_provider(run: Callable[..., Ran]
     assert own["sent_puts"] >= own["least_puts"] + 2
     assert own["wire_GBps"] == pytest.approx(own["sent_row_bytes"] / 2 / own["time_s"] / 1e9)
     assert ceiling["wrong"] is None and len(ceiling["samples_s"]) == 2
-    assert "in 256 MiB" in ceiling["note"] and "both ways" in ceiling["note"]
+    assert "in 32 MiB" in ceiling["note"] and "both ways" in ceiling["note"]
     flags = "--experts 12 --topk 3 --ranks-per-node 1 --fabric-provider shm"
     rows = [
         run("combine", *flags.split(), *limit, ranks=3)[2]["rows"][0]
