@@ -279,8 +279,8 @@ def test_a_plan_runs_and_writes_nothing_unasked(
 # -- programs as a user starts them --------------------------------------------------------------------------
 def test_a_program_joins_torchruns_ranks(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    flags = [*OPERATION, "--baselines", "-J", target]
-    done = run_program(ROOT / "bench" / "alltoall_perf.py", *flags, torchrun=2)
+    file = ROOT / "bench" / "alltoall_perf.py"
+    done = run_program(file, *OPERATION, "--baselines", "-J", target, torchrun=2)
     assert done.out.count("# wrong values: 0 OK") == 1  # printed once, by rank 0
     assert [row["path"] for row in record.read(target)["rows"]] == PATHS["alltoall"]
 
