@@ -204,7 +204,6 @@ class _Planned(_Opened):
         *,
         grad_weights: Array | None = None,
         async_op: Literal[False] = False,
-        _names: tuple[str, str] = ...,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     @overload
@@ -225,7 +224,6 @@ class _Planned(_Opened):
         *,
         grad_weights: Array | None = None,
         async_op: bool = False,
-        _names: tuple[str, str] = ("grad_rows", "grad_weights"),
     ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
         """Returns the gradients of a dispatch's `x` and `topk_weights`, given the gradients of the output's
         `tokens` and `weights`. Autograd calls this; call it yourself only to schedule a backward. Not
@@ -249,12 +247,12 @@ class _Planned(_Opened):
 
         def execute() -> tuple[torch.Tensor, torch.Tensor | None]:
             self._check_handle(handle)
-            check_rows(_names[0], rows, handle.num_rows, self.hidden, self.dtype, self.device)
+            check_rows("grad_rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
             if weights is not None:
                 by_rank = handle.layout == "rank"
                 shape = (handle.num_rows, self.top_k) if by_rank else (handle.num_rows,)
                 letters = "(P, K)" if by_rank else "(P,)"
-                check_weights(_names[1], weights, shape, letters, self.dtype, self.device)
+                check_weights("grad_weights", weights, shape, letters, self.dtype, self.device)
             grad_x_TH, grad_weights_TK = backend.combine(handle.plan, rows, None, weights)
             assert grad_x_TH is not None
             return grad_x_TH, grad_weights_TK

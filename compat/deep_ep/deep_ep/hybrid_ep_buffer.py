@@ -300,10 +300,8 @@ class HybridEPBuffer(Operations):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, HybridHandle]:
         """Dispatches, and returns rows, weights in moecomm's form, scales and the handle."""
         topk_idx, topk_weights, experts, map_TE, probs = routing
-        tokens, error = (
-            len(hidden),
-            None,
-        )  # an error that is told to all ranks, as it may be of this one alone
+        tokens = len(hidden)
+        error = None  # is told to all ranks, as this one alone may have found it
         x: Any = hidden
         if hidden.dtype in (torch.uint8, torch.float8_e4m3fn):
             if scaling_factor is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput, Handle
-from moecomm.arguments import weight_dtype
+from moecomm.arguments import check_rows, check_weights, weight_dtype
 from moecomm.backends.opened import call_or_tell
 from moecomm.errors import CommunicatorClosed, InvalidArgument
 from moecomm.shared import LayerCommunicators, SharedCommunicator
@@ -211,11 +211,17 @@ class Operations:
                 wanted = f"floating point of shape ({plan.num_tokens}, {comm.hidden})"
                 raise InvalidArgument(f"bias is {found}, expected {wanted}")
 
+        if weights is not None:  # here, since the call below has other names for them
+            by_rank, rows = plan.layout == "rank", plan.num_rows
+            shape, letters = ((rows, comm.top_k), "(P, K)") if by_rank else ((rows,), "(P,)")
+            check_rows(names[0], x, rows, comm.hidden, comm.dtype, comm.device)
+            check_weights(names[1], weights, shape, letters, comm.dtype, comm.device)
+
         def work() -> tuple[Tensor, Tensor | None]:
             if weights is None:
                 sums_TH, weights_TK = comm.combine(x, plan), None
             else:
-                sums_TH, weights_TK = comm.dispatch_backward(x, plan, grad_weights=weights, _names=names)
+                sums_TH, weights_TK = comm.dispatch_backward(x, plan, grad_weights=weights)
             if biases:
                 wide = weight_dtype(x.dtype)
                 sums_TH = sum((each.to(wide) for each in biases), sums_TH.to(wide)).to(x.dtype)
