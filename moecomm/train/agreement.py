@@ -4,7 +4,6 @@ mixes different things."""
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError
-from moecomm.train.replicas import ranks_of
+from moecomm.train.replicas import group_of_hosts, ranks_of
 from moecomm.types import Group
 
 
@@ -95,28 +94,10 @@ def agree_by_holders(
                 raise MismatchedArguments(f"{about}: they are others on ranks {other} and {rank}")
 
 
-_of_hosts: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
-"""Maps a group to another one of the same ranks, for CPU tensors, in which this module alone exchanges."""
-
-
 def _exchange(group: Group | None, device: torch.device) -> tuple[Group | None, torch.device]:
-    """Returns a group of the same ranks for an exchange, and the device of its tensors. If `group` has a
-    backend for CPU tensors, that is the CPU, and the group one of its own: in the caller's another thread may
-    exchange meanwhile, as that of torch.distributed.checkpoint.async_save does."""
-    over, cpu = group or dist.group.WORLD, torch.device("cpu")
-    assert over is not None
-    if over not in _of_hosts:
-        backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-        if "cpu" not in backends:
-            return group, device
-        options: Any = over._get_backend(cpu).options
-        _of_hosts[over] = dist.new_group(
-            dist.get_process_group_ranks(over),
-            timeout=getattr(options, "_timeout", None),
-            backend=backends["cpu"],
-            use_local_synchronization=True,
-        )
-    return _of_hosts[over], cpu
+    """Returns a group for an exchange, and the device of its tensors."""
+    between = group_of_hosts(group)
+    return (group, device) if between is None else (between, torch.device("cpu"))
 
 
 def _captures(device: torch.device) -> bool:

@@ -96,8 +96,7 @@ def require_equal(parts: ModelParts, group: Group | None) -> None:
     new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
     if not new:
         return
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, [_digest(parameter) for _, _, parameter in new], group=group)
+    told = _told([_digest(parameter) for _, _, parameter in new], group)
     for (layer, name, parameter), *digests in zip(new, *told, strict=True):
         if len(set(digests)) > 1:
             raise InvalidArgument(
@@ -132,6 +131,37 @@ def ranks_of(group: Group | None) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
 
 
+_of_hosts: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
+"""Maps a group to another one of the same ranks, for CPU tensors, in which moecomm.train alone exchanges."""
+
+
+def group_of_hosts(group: Group | None) -> Group | None:
+    """Returns a group of the same ranks with the backend that `group` has for CPU tensors, None if it has
+    none. In the caller's own group another thread may exchange, as that of an async_save of
+    torch.distributed.checkpoint does."""
+    over = group or dist.group.WORLD
+    assert over is not None
+    if over not in _of_hosts:
+        backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+        if "cpu" not in backends:
+            return None
+        options: Any = over._get_backend(torch.device("cpu")).options
+        _of_hosts[over] = dist.new_group(
+            dist.get_process_group_ranks(over),
+            timeout=getattr(options, "_timeout", None),
+            backend=backends["cpu"],
+            use_local_synchronization=True,
+        )
+    return _of_hosts[over]
+
+
+def _told(own: Any, group: Group | None) -> list[Any]:
+    """Returns the `own` of all ranks."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group_of_hosts(group) or group)
+    return told
+
+
 def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
     """Returns the EP groups of `ranks`, where own[i] is the group of ranks[i]. Raises InvalidArgument unless
     they divide the ranks equally."""
@@ -154,9 +184,8 @@ def find_replicas(layers: Sequence[MoELayer], group: Group | None) -> dict[Commu
     ranks = ranks_of(group)
     missing = [comm for comm in comms if ranks not in _known.get(comm, {})]
     if missing:
-        told: list[Any] = [None] * len(ranks)
         own = [ranks_of(comm.group) if comm.size > 1 else (dist.get_rank(),) for comm in missing]
-        dist.all_gather_object(told, own, group=group)
+        told = _told(own, group)
         if len({len(each) for each in told}) != 1:
             raise InvalidArgument(
                 f"model has {[len(each) for each in told]} communicators on ranks {ranks}: all ranks of the "

@@ -23,7 +23,7 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.train.agreement import agree, agree_by_holders
-from moecomm.train.replicas import Replicas, match_blocks
+from moecomm.train.replicas import Replicas, find_replicas, match_blocks
 from tests.multirank.catching import Caught, catch, refused, require
 from tests.multirank.conftest import own_pool
 from tests.multirank.harness import run_ranks
@@ -37,13 +37,15 @@ H = SIZES["hidden"]
 
 
 @on_ranks(2)
-def test_hosts_compare_in_a_group_of_their_own(rank: int, world_size: int) -> None:
+def test_hosts_compare_in_a_group_of_their_own(rank: int, world_size: int, seed: int) -> None:
     """So a thread may exchange in the caller's group meanwhile, as that of an async_save does."""
     device, sum_ = torch.device("cpu"), torch.ones(3)
     for first in (0, 1):
+        layer = Model(rank, world_size, 2, seed).moe
         work = dist.all_reduce(sum_, async_op=True) if rank == first else None
         assert agree(None, device, "texts", lambda: ["the same"])
         agree_by_holders(None, device, "texts", [0], [["the same"]])
+        assert find_replicas([layer], None)[layer.comm].ranks == (rank,)
         if work is None:
             dist.all_reduce(sum_)
         else:
