@@ -89,7 +89,7 @@ class GroupedExperts(nn.Module):
     b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
     _is_sharded = False
-    """True once FSDP has set parameters here. No parameter is marked from then on: the fp8 copy of a marked
+    """True once FSDP has set parameters here. No whole one is marked from then on: the fp8 copy of a marked
     parameter is kept until torch counts a change of it, and torch counts no change by FSDP."""
 
     def __init__(
@@ -232,10 +232,10 @@ class GroupedExperts(nn.Module):
         self._mark("", self)
 
     def _mark(self, path: str, module: nn.Module) -> None:
-        if self._is_sharded or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         for name, parameter in module._parameters.items():
-            if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor if self._is_sharded else nn.Parameter):
                 continue
             if self.is_per_expert(f"{path}.{name}".lstrip("."), parameter):
                 mark_expert_parameter(parameter)

@@ -27,7 +27,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from moecomm.autograd.in_place import has_main_grad
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED
+from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, mark_expert_parameter
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import spread_parameters
@@ -166,6 +166,8 @@ def fully_shard_experts(
             continue
         shard_over(experts, replicas[comm])
         sharded = _shard(experts, own, **options)
+        for parameter in experts.parameters():
+            mark_expert_parameter(parameter)  # FSDP has made new ones
         # Without a factor FSDP divides by the number of replicas, as if each had seen its own tokens alone.
         if len(held) > 1:
             sharded.set_gradient_divide_factor(float(len(held) * comm.size))

@@ -12,7 +12,14 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, fully_shard_experts, sync_gradients
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    fully_shard_experts,
+    is_expert_parameter,
+    sync_gradients,
+)
 from moecomm.parallel import ParallelFolding
 from tests.multirank.moe_cases import SIZES, groups_of, tokens_of, unsharded, wrapped
 from tests.multirank.on_ranks import on_ranks
@@ -117,6 +124,8 @@ def test_a_layer_that_starts_on_meta(rank: int, world_size: int, ep: int, how: s
             for (name, found), want in zip(layer.named_parameters(), plain.parameters(), strict=True):
                 assert torch.equal(unsharded(found), want), name
             assert_close([*layer.buffers()], [*plain.buffers()], rtol=0, atol=0)
+        for name, each in layer.named_parameters():
+            assert is_expert_parameter(each) == name.startswith("experts."), name
         sharded = [isinstance(each, DTensor) for each in layer.experts.parameters()]
         assert (
             all(sharded) if how in ("policy", "columns") or (how == "sharded" and ep < world_size) else True
