@@ -26,9 +26,10 @@ class Resumable:
 
     Without it, the Trainer of transformers 5.24 refuses to save or restore that state, and requires
     `save_only_model=True`. A checkpoint is the folder that transformers writes, with the optimizer's state in
-    the format of torch.distributed.checkpoint. It may be resumed on another number of ranks and with another
-    mesh. The model has to be loaded from the folder; for peft, load the base model from its original place,
-    and the Trainer loads the adapters' weights from the folder. List this class before the Trainer.
+    the format of torch.distributed.checkpoint. It may be resumed on another number of ranks, with another
+    mesh and in one process. The model has to be loaded from the folder; for peft, load the base model from
+    its original place, and the Trainer loads the adapters' weights from the folder. List this class before
+    the Trainer.
 
     Without a GPU, TrainingArguments need use_cpu=True. Otherwise the Trainer takes each rank for the only
     rank, and the constructor raises InvalidArgument on all ranks. So it does for load_best_model_at_end=True,
@@ -100,7 +101,7 @@ class Resumable:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self
-        if checkpoint is None or not trainer.is_distributed_loading_by_transformers:
+        if checkpoint is None or not os.path.isdir(f"{checkpoint}/{OPTIMIZER}"):
             return super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         load_optimizer_distributed(trainer.model, _plain(trainer.optimizer), f"{checkpoint}/{OPTIMIZER}")
         state = torch.load(f"{checkpoint}/{SCHEDULER}", weights_only=True)

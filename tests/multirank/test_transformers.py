@@ -446,9 +446,9 @@ def test_trainer(
 def test_resumed_trainer(
     rank: int, size: int, library: str, adapters: dict[str, Any], folders: Path, seed: int
 ) -> None:
-    """Two steps, and two more from their checkpoint on another mesh, lose what four steps do. What cannot be
-    resumed is refused."""
-    from transformers import TrainerCallback, set_seed
+    """Two steps, and two more from their checkpoint on another mesh, or with a model that is whole on each
+    rank, lose what four steps do. What cannot be resumed is refused."""
+    from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 
     from moecomm.transformers import Resumable
 
@@ -468,7 +468,10 @@ def test_resumed_trainer(
 
     def run(name: str, source: Path, resume: Path | None = None, ep: int = 2, **options: Any) -> list[float]:
         set_seed(seed % 2**32)
-        model = load_parallel(source, "moecomm", fsdp_size=2, ep_size=ep)
+        if ep:
+            model = load_parallel(source, "moecomm", fsdp_size=2, ep_size=ep)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         kind = ResumableTrainer, arguments
         return _train(kind, model, out / name, seed, adapters, resume, **every, **options)[1]
 
@@ -477,7 +480,7 @@ def test_resumed_trainer(
     dist.barrier()
     checkpoint = out / "first" / "checkpoint-2"
     source = folder if adapters else checkpoint
-    for name, ep in [("same", 2)] if adapters else [("same", 2), ("other", 1)]:
+    for name, ep in [("same", 2)] if adapters else [("same", 2), ("other", 1), ("whole", 0)]:
         resumed = run(name, source, checkpoint, ep, save_strategy="no")
         assert resumed == pytest.approx(straight, rel=1e-4), name
     assert len(set(straight)) == 4, f"the steps say nothing: {straight}"
