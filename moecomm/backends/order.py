@@ -82,6 +82,8 @@ class InOrder:
                     future = self._enqueue(operation, *arguments)
                 else:
                     running = self._running.acquire()
+                    if threading.current_thread().daemon:
+                        _to_finish.add(self)
                 del last
             return operation(*arguments) if future is None else self.result(future)
         finally:
@@ -121,7 +123,7 @@ class InOrder:
 
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moecomm")
-            _with_threads.add(self)
+            _to_finish.add(self)
         future = self._pool.submit(locked)  # the pool holds it until it is done
         self._last = weakref.ref(future)
         return future
@@ -154,7 +156,9 @@ class InOrder:
             lock.release()
 
 
-_with_threads: weakref.WeakSet[InOrder] = weakref.WeakSet()
+_to_finish: weakref.WeakSet[InOrder] = weakref.WeakSet()
+"""What has run in threads for which the end of the interpreter does not wait by itself. A daemon thread that
+takes the GIL after that end, as a wait does now and then, ends the process by SIGABRT."""
 
 
 def ends_by_error() -> bool:
@@ -168,7 +172,7 @@ _ending = False
 def _finish_all() -> None:
     global _ending
     _ending = True
-    for each in list(_with_threads):
+    for each in list(_to_finish):
         each.finish(bool)
 
 

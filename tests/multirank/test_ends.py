@@ -1,5 +1,6 @@
 """An operation that waits in a thread of its own for a rank that does not come does not hold up its process:
-after an uncaught exception, Ctrl-C in wait() or close() that ends, and the others hear of it."""
+after an uncaught exception, the main thread's end, Ctrl-C in wait() or close() that ends, and the others hear
+of it."""
 
 import json
 import os
@@ -18,7 +19,7 @@ NEVER_NOTICED = 20.0
 """Seconds; the communicators' deadline is three times as long."""
 
 _PROGRAM = """
-import datetime, json, os, signal, sys, time
+import datetime, json, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import moecomm
@@ -59,6 +60,11 @@ else:
     # A shell starts what runs in the background with interrupts ignored, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, close)
+    if how == "daemon":
+        threading.Thread(target=comm.dispatch, args=(x, ids), daemon=True).start()
+        time.sleep(0.3)
+        print("waiting", flush=True)
+        sys.exit()
     work = comm.dispatch(x, ids, capacity=capacity, async_op=True)
     print("waiting", flush=True)
     if how == "exception":
@@ -74,6 +80,7 @@ else:
 @pytest.mark.parametrize(
     ("how", "number", "status"),
     [
+        ("daemon", None, 0),
         ("exception", None, 1),
         ("queue", signal.SIGINT, -signal.SIGINT),
         ("sleep", signal.SIGTERM, 3),
