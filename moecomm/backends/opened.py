@@ -113,9 +113,10 @@ class _Opened:
     def close(self) -> None:
         """Waits for running operations, on CUDA for all work on the GPU, and frees the window. CPU: an
         operation, with `async_op` or of another thread, that still waits for other ranks after a second
-        raises CommunicatorClosed. Peers that still wait for this rank get PeerLost. With several nodes, warns
-        (RuntimeWarning) if the network library blocks its thread for more than `timeout` and 3 s: then the
-        thread and the window stay until the process ends.
+        raises CommunicatorClosed; so does one that waits where a signal's handler calls this. Peers that
+        still wait for this rank get PeerLost. With several nodes, warns (RuntimeWarning) if the network
+        library blocks its thread for more than `timeout` and 3 s: then the thread and the window stay until
+        the process ends.
 
         Calling it again does nothing. Leaving a `with` block and garbage collection also close it; the
         backward of earlier calls needs the communicator open.

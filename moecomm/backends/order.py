@@ -140,6 +140,7 @@ class InOrder:
                 self._give_up()
             pool.shutdown(wait=True)
         if getattr(self._here, "inside", False):  # a signal's handler called this within an operation
+            self._give_up()
             return then()
         with self._held(self._running):
             return then()

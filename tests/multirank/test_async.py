@@ -1,5 +1,6 @@
 """async_op: operations under way, several at a time, waited for in any order, and gradients through them."""
 
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -194,6 +195,19 @@ def test_close_and_an_operation_of_another_thread(rank: int, world_size: int, co
         name = caught[0] and caught[0].name
         assert name == (None if comes else "CommunicatorClosed"), caught
     dist.barrier()
+    comm.close()
+
+
+@on_ranks(2)
+def test_close_in_a_signals_handler_ends_the_wait(rank: int, world_size: int, seed: int) -> None:
+    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
+    comm = moecomm.Communicator(**case.communicator)
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, lambda *_: comm.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        refused(lambda: cases.dispatch(comm, case, rank), "closed", name="CommunicatorClosed")
+        signal.signal(signal.SIGALRM, before)
+    dist.barrier()  # the other rank never comes to the dispatch
     comm.close()
 
 
