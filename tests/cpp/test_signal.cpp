@@ -118,6 +118,15 @@ TEST(deadline) {
   CHECK(!test::has(text, "kernels") && !test::has(text, "found out"));
 }
 
+/// A rank whose link is cut may first hear of it from the other end: it does not call itself ended.
+TEST(a_link_to_this_rank_that_another_has_lost) {
+  Node node(2, 30.0);
+  node.signals[0]->deliver_abort(0, 1, Cause::ended);
+  const Error error = test::error_of([&] { node.signals[1]->wait_all(1, "dispatch"); });
+  CHECK(error.kind() == ErrorKind::peer_lost && error.details().peer == 1);
+  CHECK(test::has(error.what(), "rank 1, dispatch: rank 0 has lost its link to this rank"));
+}
+
 /// A rank that began the epoch and then stopped: the text does not say that the epoch itself is missing.
 TEST(deadline_within_an_epoch) {
   Node node(2, 0.2);

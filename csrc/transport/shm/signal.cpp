@@ -285,8 +285,8 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
       "", " (its process has ended)", " (it has closed the communicator)", " (the network to it has failed)"};
   std::string text = text_of("rank ", rank, ", ", phase, ": ");
   const std::string first = text_of("rank ", loss.first);
-  // Another rank may have given up waiting for this rank.
-  const bool blamed = loss.cause == Cause::no_signal && loss.peer == rank && loss.first != rank;
+  // Another rank may have given up waiting for this rank, or have lost its link to it.
+  const bool blamed = loss.peer == rank && loss.first != rank;
   if (loss.cause == Cause::no_signal) {
     text += blamed ? first + " waited" : "waited";
     if (loss.first == rank) text += text_of(" ", waited, " s");
@@ -302,6 +302,8 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
           "far behind or stopped; give the communicator a longer timeout if it is only slow)");
     else
       text += text_of("rank ", loss.peer, " (it may be stopped or far behind)");
+  } else if (blamed) {
+    text += first + " has lost its link to this rank";
   } else {
     text += text_of("lost rank ", loss.peer, kCauses[static_cast<int>(loss.cause)]);
   }
