@@ -85,8 +85,9 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
                 value = None
             if value is None or not least <= value <= most:
                 limit = "" if most == math.inf else f" and at most {most:g}"
+                what = "an integer" if kind is int else "a number"
                 raise InvalidArgument(
-                    f"environment variable {name} is {text!r}, expected a number of at least {least:g}{limit}"
+                    f"environment variable {name} is {text!r}, expected {what} of at least {least:g}{limit}"
                 )
         values[field.name] = value
     if values["log"] not in (None, "launch"):

@@ -47,6 +47,7 @@ def test_what_is_refused(name: str) -> None:
         with pytest.raises(InvalidArgument) as caught:
             read_env({f"MOECOMM_{name}": value})
         assert f"MOECOMM_{name} is {value!r}" in str(caught.value)
+        assert ("an integer" in str(caught.value)) == (name not in ("TIMEOUT", "LOG"))
 
 
 def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
