@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError
-from moecomm.train.replicas import group_of_hosts, ranks_of
+from moecomm.train.replicas import group_of_hosts, ranks_of, told_by_all
 from moecomm.types import Group
 
 
@@ -52,9 +51,8 @@ def agree(
     failed, most, less, some_earlier, all_earlier, largest, least = seen.tolist()
     if not failed and most == -less:
         return bool(largest == -least or some_earlier != -all_earlier)
-    told: list[Any] = [None] * dist.get_world_size(group)
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    dist.all_gather_object(told, (list(words), said), group=between)
+    told = told_by_all((list(words), said), group)
     if problem is not None:
         raise problem
     ranks = ranks_of(group)

@@ -24,7 +24,7 @@ from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.drift import forget_bits, router_bits
 from moecomm.train.model_parts import ModelParts, local
-from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal
+from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal, told_by_all
 from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
@@ -234,9 +234,7 @@ def grad_norms(
     for groups, (own, powers) in _powers(parts, ep_group, norm_type).items():
         names = own
         for over in groups:  # ranks may have other names: only part 0 of split experts has b_out
-            told: list[Any] = [None] * dist.get_world_size(over)
-            dist.all_gather_object(told, names, group=over)
-            names = list(dict.fromkeys(name for each in told for name in each))
+            names = list(dict.fromkeys(name for each in told_by_all(names, over) for name in each))
         by_name = dict(zip(own, powers.unbind(), strict=True))
         values = torch.stack([by_name.get(name, parts.zero) for name in names])
         values = _all_ranks(values, groups, norm_type)

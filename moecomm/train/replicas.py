@@ -96,7 +96,7 @@ def require_equal(parts: ModelParts, group: Group | None) -> None:
     new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
     if not new:
         return
-    told = _told([_digest(parameter) for _, _, parameter in new], group)
+    told = told_by_all([_digest(parameter) for _, _, parameter in new], group)
     for (layer, name, parameter), *digests in zip(new, *told, strict=True):
         if len(set(digests)) > 1:
             raise InvalidArgument(
@@ -155,8 +155,8 @@ def group_of_hosts(group: Group | None) -> Group | None:
     return _of_hosts[over]
 
 
-def _told(own: Any, group: Group | None) -> list[Any]:
-    """Returns the `own` of all ranks."""
+def told_by_all(own: Any, group: Group | None) -> list[Any]:
+    """Returns the `own` of each rank of `group`, in their order. The hosts exchange, if they can."""
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, own, group=group_of_hosts(group) or group)
     return told
@@ -185,7 +185,7 @@ def find_replicas(layers: Sequence[MoELayer], group: Group | None) -> dict[Commu
     missing = [comm for comm in comms if ranks not in _known.get(comm, {})]
     if missing:
         own = [ranks_of(comm.group) if comm.size > 1 else (dist.get_rank(),) for comm in missing]
-        told = _told(own, group)
+        told = told_by_all(own, group)
         if len({len(each) for each in told}) != 1:
             raise InvalidArgument(
                 f"model has {[len(each) for each in told]} communicators on ranks {ranks}: all ranks of the "
