@@ -357,7 +357,8 @@ class ElasticBuffer(Operations):
 
     def _carry(self, handle: EPHandle, topk_weights: Tensor) -> Tensor:
         """Returns the weights, as they arrive along the handle, by a small dispatch of their own."""
-        ids_TK, options = handle.ids_TK, dict[str, Any]()
+        ids_TK = handle.ids_TK
+        options: dict[str, Any] = {}
         if most := handle.num_max_tokens_per_rank:  # a capacity can be given, and the host does not wait
             if handle.options["capacity"] is None:  # the handle's batch may have had more tokens
                 most = max(most, handle.comm.max_tokens)

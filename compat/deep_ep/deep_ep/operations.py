@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput, Handle
-from moecomm.arguments import check_rows, check_weights, weight_dtype
+from moecomm.arguments import check_rows, check_weights_of_rows, weight_dtype
 from moecomm.backends.opened import call_or_tell
 from moecomm.errors import CommunicatorClosed, InvalidArgument
 from moecomm.shared import LayerCommunicators, SharedCommunicator
@@ -148,8 +147,8 @@ class Operations:
         self.require_open()
         comm, plan = plan_of(handle)
         if not isinstance(x, tuple):
-            send_rows = partial(self.run, lambda: (comm.redispatch(x, plan),), (x,), before, apart)
-            (rows,), event = call_or_tell(comm, send_rows)
+            work = self.run, lambda: (comm.redispatch(x, plan),)
+            (rows,), event = call_or_tell(comm, *work, (x,), before, apart)
             return rows, event
 
         def send() -> tuple[Any, ...]:
@@ -212,10 +211,8 @@ class Operations:
                 raise InvalidArgument(f"bias is {found}, expected {wanted}")
 
         if weights is not None:  # here, since the call below has other names for them
-            by_rank, rows = plan.layout == "rank", plan.num_rows
-            shape, letters = ((rows, comm.top_k), "(P, K)") if by_rank else ((rows,), "(P,)")
-            check_rows(names[0], x, rows, comm.hidden, comm.dtype, comm.device)
-            check_weights(names[1], weights, shape, letters, comm.dtype, comm.device)
+            check_rows(names[0], x, plan.num_rows, comm.hidden, comm.dtype, comm.device)
+            check_weights_of_rows(names[1], weights, plan, comm.top_k, comm.dtype, comm.device)
 
         def work() -> tuple[Tensor, Tensor | None]:
             if weights is None:
