@@ -35,10 +35,11 @@ from lm.metrics import (
     last_load,
     measure_layers,
     moe_layers,
-    on_host,
     reduce_step,
+    to_host,
     travel_seconds,
 )
+from lm.optimizer import clip_factor
 from lm.options import Options
 from lm.pipeline import Pipeline, PipelineStep, lay_out
 from lm.progress import StepProgress
@@ -223,20 +224,21 @@ class Trainer:
         backward_weights(self.model)  # the weight gradients that --delay-wgrad has put off
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
-        norm_now = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group)
-        if step < options.steps:  # the host would only wait now
-            self.batches = {step + 1: self._batch(step + 1)}
-        loss, norm, load_AE = on_host(loss_now, norm_now, load_AE)
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        norm_now = clip_grad_norm(self.model, math.inf, pp_group=pp_group)  # the optimizer scales
+        on_host = to_host(loss_now, norm_now, load_AE)
         rate = learning_rate(step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.optimizer.step(factor=clip_factor(norm_now, options.clip))
+        self.optimizer.zero_grad()
+        if step < options.steps:  # the host would only wait now
+            self.batches = {step + 1: self._batch(step + 1)}
+        loss, norm, load_AE = on_host()
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped:
             forget_load(self.layers)
         else:
-            self.optimizer.step()
             update_expert_bias(self.model)
-        self.optimizer.zero_grad()
         totals = reduce_step(
             load_AE,
             loss=loss * self.ranks.folding.pp,  # only the last of so many stages has a loss

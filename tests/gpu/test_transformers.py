@@ -1,5 +1,6 @@
 """Models of transformers in bfloat16, their experts' tokens by moecomm, beside one process and all-to-all."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.gpu import harness
 pytest.importorskip("transformers", minversion="5.23")
 
 from tests.multirank import hf_models
+from tests.multirank import test_transformers as on_cpu_ranks
 
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 """Behind a layer that is rounded, a router chooses other experts."""
@@ -51,3 +53,37 @@ def test_families(tmp_path: Path, seed: int) -> None:
     """Loss, logits and gradients of each family, on two ranks, or on one if there is only one GPU."""
     size = 2 if harness.gpus() >= 2 else 1
     harness.assert_none(harness.run_on_gpus(size, _families, tmp_path, seed, timeout=600.0))
+
+
+def _trainers(rank: int, size: int, folder: Path, seed: int) -> list[str]:
+    from transformers import set_seed
+
+    _with_nccl(rank, size)
+    if rank == 0:
+        hf_models.save_model("qwen3_moe", folder / "model", seed=3)
+    dist.barrier()
+    # Not Adam, whose first steps take the sign of a gradient: rounding may turn one that is all but zero.
+    options = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "save_strategy": "no"}
+    found = []
+    for library in ("transformers", "trl") if find_spec("trl") else ("transformers",):
+        losses = {}
+        for how in ("all_to_all", "moecomm"):
+            set_seed(seed % 2**32)
+            model = hf_models.load_parallel(folder / "model", how, fsdp_size=size, ep_size=size)
+            kind, steps = on_cpu_ranks._trainer(library), {"gradient_accumulation_steps": 2, "max_steps": 3}
+            _, losses[how] = on_cpu_ranks._train(
+                kind, model, folder / "out", seed, {}, use_cpu=False, **options, **steps
+            )
+        one, other = (torch.tensor(each) for each in losses.values())
+        if len(one) != 3 or not torch.allclose(one, other, rtol=1e-3):
+            found.append(f"{library}: {losses}")
+    return found
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_trainers(tmp_path: Path, seed: int) -> None:
+    """The Trainer of transformers, and of TRL where it is installed, in float32: the losses of steps
+    with accumulation are those with transformers' own all-to-all."""
+    pytest.importorskip("accelerate")
+    size = 2 if harness.gpus() >= 2 else 1
+    harness.assert_none(harness.run_on_gpus(size, _trainers, tmp_path, seed, timeout=300.0))
