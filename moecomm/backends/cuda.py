@@ -24,7 +24,7 @@ from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fie
 from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
-from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, PeerLost, PeerTimeout
 from moecomm.setup.memory_plan import device_shape, plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import WIRE_FORMATS, Work
@@ -468,7 +468,11 @@ class CudaBackend(Backend):
 
     def check(self) -> None:
         with self._lock:
-            self._native.check()
+            try:
+                self._native.check()
+            except (PeerLost, PeerTimeout):
+                self.has_ended = True  # found outside of an operation
+                raise
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or the last reset. Device counters are never set to zero:

@@ -170,6 +170,7 @@ def _killed(rank: int, world_size: int, victim: int, how: str, folder: str) -> F
     if how == "in a call":
         time.sleep(0.4)
     found = until_it_fails(step)
+    found["known as ended"] = comm._backend.has_ended
     found["refusals"] = refusals(comm, known)
     found["device works"] = device_works()
     found["left"] = left_by(comm, before)
@@ -186,7 +187,7 @@ def check_killed(fresh_ranks: FreshRanks, size: int, victim: int, how: str, fold
         assert f"rank {victim}" in found["text"] and found["phase"] in found["text"], found
         assert found["seconds"] < NEVER_NOTICED, found
         assert found["refusals"] == {"PeerLost"} and found["left"] == {}, found
-        assert found["device works"] and found["new start"] == [], found
+        assert found["known as ended"] and found["device works"] and found["new start"] == [], found
         print(f"{how}: rank {rank} noticed after {found['seconds']:.3f} s in {found['phase']}")
 
 
