@@ -224,7 +224,7 @@ def model_vocab(options: Options, of_tokenizer: int) -> int:
 
 
 def build_graphed_step(
-    forward_backward: Callable[[torch.Tensor], torch.Tensor],
+    forward_backward: Callable[..., Any],
     model: Transformer,
     comm: moecomm.Communicator,
 ) -> GraphedStep:
@@ -235,11 +235,13 @@ def build_graphed_step(
     return GraphedStep(forward_backward, model, headroom=HEADROOM, grows=True)
 
 
-def fits_twice(device: torch.device) -> bool:
-    """Returns whether this GPU's memory has room for twice what this process has taken at most: a graph keeps
-    a step's tensors of its own."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    return 2 * torch.cuda.max_memory_allocated(device) < 0.9 * total
+def fits_graph(device: torch.device, before: int) -> bool:
+    """Returns whether this GPU's memory has room for a graph of the step, which keeps tensors of its own, as
+    many as a step without one, and some steps still run without. Called between steps. before: bytes that
+    were allocated before the first step."""
+    free, total = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2 * (torch.cuda.max_memory_allocated(device) - before) < room - 0.1 * total
 
 
 def build_optimizer(model: Transformer, options: Options) -> AdamW:

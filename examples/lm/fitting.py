@@ -59,7 +59,7 @@ def captures(options: Options, device: str) -> bool:
     """
     if options.graph is not None:
         return options.graph
-    whole = options.tp == options.cp == options.pp == options.microbatches == 1 and not options.fsdp
+    whole = options.tp == options.cp == options.pp == 1 and not options.fsdp
     plain = options.dtype == "bfloat16" and options.expert_precision == "dtype" and not options.recompute
     return device == "cuda" and whole and plain
 
@@ -223,15 +223,13 @@ def _check_step(options: Options) -> None:
         "--recompute shared needs --shared-experts, above 0",
     )
     _refuse(options.compile and again & COMPILED, "--compile: not with --recompute of what it compiles")
-    several = options.microbatches > 1
-    _refuse(options.graph and several, "--graph captures a step as a whole: not with --microbatches")
     delayed = "--delay-wgrad: the gradients of the experts' weights are"
     _refuse(
         options.delay_wgrad and options.fsdp,
         f"{delayed} computed past the hooks by which FSDP shards gradients: not with --fsdp",
     )
     _refuse(
-        options.delay_wgrad and not several,
+        options.delay_wgrad and options.microbatches == 1,
         f"{delayed} one product of several microbatches: give --microbatches 2 or more",
     )
 

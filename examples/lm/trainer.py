@@ -18,7 +18,7 @@ from lm.build import (
     build_model,
     build_optimizer,
     count_parameters,
-    fits_twice,
+    fits_graph,
     learning_rate,
     make_communicator,
     model_vocab,
@@ -98,6 +98,7 @@ class Trainer:
             self._capture()
         # Without --graph the first step shows what memory a step takes.
         self.may_capture = options.graph is None and captures(options, ranks.device.type)
+        self.bytes_before = torch.cuda.memory_allocated() if self.may_capture else 0
         self.pipeline = self.piped = None
         if folding.pp > 1:
             self.pipeline = Pipeline(self.model, layout, ranks)
@@ -106,14 +107,12 @@ class Trainer:
     def _capture(self) -> None:
         self.graphed = build_graphed_step(self._forward_backward, self.model, self.comm)
 
-    def _step_function(self, measured: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns what computes a microbatch. Stages of a layer cannot be measured in a graph. The second
-        step begins to run as a graph, on all ranks, where every rank's memory has room for it."""
-        if measured:
-            return self._forward_backward
+    def _whole_step(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Returns `_forward_backward`, from the second step on as a graph, on all ranks, where every rank's
+        memory has room for it."""
         if self.may_capture:
             self.may_capture = False
-            fits = torch.tensor(fits_twice(self.ranks.device))
+            fits = torch.tensor(fits_graph(self.ranks.device, self.bytes_before))
             dist.all_reduce(fits, dist.ReduceOp.MIN)
             if fits:
                 self._capture()
@@ -221,7 +220,6 @@ class Trainer:
         tokens_BS = self.batches.pop(step) if step in self.batches else self._batch(step)
         with self.sharding.step() if self.sharding else nullcontext():
             loss_now, load_AE, travelled = self._accumulate(tokens_BS, measured)
-        backward_weights(self.model)  # the weight gradients that --delay-wgrad has put off
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
         norm_now = clip_grad_norm(self.model, math.inf, pp_group=pp_group)  # the optimizer scales
@@ -268,29 +266,38 @@ class Trainer:
             tokens_BS = tokens_BS.pin_memory().to(self.ranks.device, non_blocking=True)
         return tokens_BS
 
-    def _forward_backward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        loss = self._cross_entropy(tokens_BS) / self.options.microbatches
-        loss.backward()
-        return loss
+    def _forward_backward(
+        self, tokens_BS: torch.Tensor, times: list[tuple[float, float]] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accumulates the gradients of the step's microbatches. Returns loss and load, and adds each
+        microbatch's `travel_seconds` to `times`: a layer keeps those of its last forward and backward."""
+        losses, loads, count = [], [], self.options.microbatches
+        for number, part_BS in enumerate(tokens_BS.chunk(count), 1):
+            if self.sharding is not None:
+                self.sharding.begin(last=number == count)
+            loss = self._cross_entropy(part_BS) / count
+            loss.backward()
+            losses.append(loss.detach())
+            loads.append(last_load(self.layers))
+            if times is not None:
+                times.append(travel_seconds(self.layers))
+        backward_weights(self.model)  # those that --delay-wgrad has put off
+        return torch.stack(losses).sum(), torch.stack(loads).sum(0)
 
     def _accumulate(
         self, tokens_BS: torch.Tensor, measured: bool
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
-        """Accumulates the gradients of the step's microbatches. Returns loss, load and, if measured, their
-        total `travel_seconds`."""
+        """Makes the step's gradients. Returns loss, load and, if measured, the total `travel_seconds`. Stages
+        of a layer cannot be measured in a graph."""
         if (piped := self.piped) is not None:
-            return precision.compute(piped, self.dtype, tokens_BS).detach(), piped.load_AE, (0.0, 0.0)
-        forward_backward = self._step_function(measured)
-        losses, loads, times = [], [], []
-        for number, part_BS in enumerate(tokens_BS.chunk(self.options.microbatches), 1):
-            if self.sharding is not None:
-                self.sharding.begin(last=number == self.options.microbatches)
-            losses.append(forward_backward(part_BS).detach())
-            loads.append(last_load(self.layers))
-            if measured:  # a layer keeps only the times of its last forward and backward
-                times.append(travel_seconds(self.layers))
-        travelled = (sum(each for each, _ in times), sum(each for _, each in times))
-        return torch.stack(losses).sum(), torch.stack(loads).sum(0), travelled
+            loss = precision.compute(piped, self.dtype, tokens_BS).detach()
+            backward_weights(self.model)
+            return loss, piped.load_AE, (0.0, 0.0)
+        if not measured:
+            return *self._whole_step()(tokens_BS), (0.0, 0.0)
+        times: list[tuple[float, float]] = []
+        loss, load_AE = self._forward_backward(tokens_BS, times)
+        return loss, load_AE, (sum(each for each, _ in times), sum(each for _, each in times))
 
     def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         return precision.compute(self.model, self.dtype, *data.inputs_and_targets(tokens_BS, self.places_S))
