@@ -101,10 +101,10 @@ def _agree(what: str, world_size: int) -> None:
         )
 
 
-def _meet(store: Store, ranks: Sequence[int], phase: str) -> None:
+def _meet(store: Store, ranks: Sequence[int], phase: str, timeout: timedelta | None = None) -> None:
     """Waits until all of `ranks` have called this; `store` is for this call alone. Raises PeerTimeout if a
-    rank has not come within MOECOMM_TIMEOUT. The late rank raises it too when it comes."""
-    rank, seconds = dist.get_rank(), timeout_seconds(None)
+    rank has not come within `timeout`, or MOECOMM_TIMEOUT. The late rank raises it too when it comes."""
+    rank, seconds = dist.get_rank(), timeout_seconds(timeout)
     store.set(f"came/{rank}", "")
     # The first rank to write the outcome decides it for all ranks.
     if store.add("count", 1) == len(ranks):
@@ -148,7 +148,7 @@ _NAMED_BY_COUNT = torch.__version__ >= "2.14"
 _FIRST_COUNT = 1 << 40  # more groups than torch ever counts
 
 
-def new_group(ranks: Ranks) -> Group:
+def new_group(ranks: Ranks, timeout: timedelta | None = None, backend: str | None = None) -> Group:
     """Makes a process group of some ranks of the job, which call it together; no other rank takes part.
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
@@ -157,19 +157,19 @@ def new_group(ranks: Ranks) -> Group:
     2.14 the number counts the groups that a rank is in. So ranks exchange these numbers, and a rank with
     fewer groups makes groups of itself alone until it has as many as the others.
 
-    Raises PeerTimeout (after `MOECOMM_TIMEOUT`) for a rank that does not call.
+    Raises PeerTimeout (after `timeout`, or `MOECOMM_TIMEOUT`) for a rank that does not call.
     """
     rank, phase, call = dist.get_rank(), f"making a group of ranks {ranks}", next(_calls_of[ranks])
     store = PrefixStore(f"moecomm.subgroup/{ranks}/{call}", _get_default_store())
     with _lost_store_told(phase):
         store.set(str(rank), str(len(_world.pg_names)))
-        _meet(store, ranks, phase)
+        _meet(store, ranks, phase, timeout)
         most = 0 if _NAMED_BY_COUNT else max(int(store.get(str(each))) for each in ranks)
     while len(_world.pg_names) < most:
         dist.new_group([rank], use_local_synchronization=True)
     before, _world.group_count = _world.group_count, _FIRST_COUNT + call
     try:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     finally:
         _world.group_count = before
     assert isinstance(group, dist.ProcessGroup)

@@ -146,12 +146,7 @@ def group_of_hosts(group: Group | None) -> Group | None:
         if "cpu" not in backends:
             return None
         options: Any = over._get_backend(torch.device("cpu")).options
-        _of_hosts[over] = dist.new_group(
-            dist.get_process_group_ranks(over),
-            timeout=getattr(options, "_timeout", None),
-            backend=backends["cpu"],
-            use_local_synchronization=True,
-        )
+        _of_hosts[over] = new_group(ranks_of(over), getattr(options, "_timeout", None), backends["cpu"])
     return _of_hosts[over]
 
 

@@ -5,6 +5,7 @@ dropped choices and checkpoints, with experts split over ETP ranks or not; and w
 import copy
 import dataclasses
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from moecomm.nn import (
 from moecomm.parallel import ParallelFolding, meshes
 from moecomm.parallel.expert_ranks import require_experts_in_node_order
 from moecomm.parallel.meshes import new_group
+from moecomm.train import replicas
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
 from tests.multirank.moe_cases import SIZES, group_of, groups_of, wrapped
@@ -428,12 +430,12 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: int, world_size: int) -
 
 @on_ranks(4)
 def test_replicas_beside_groups_of_some_ranks(rank: int, world_size: int, seed: int) -> None:
-    """Ranks 0 and 1 are in a group more than 2 and 3 when the groups of replicas are made."""
+    """Ranks 0 and 1 are in a group more than 2 and 3 when those of hosts and of replicas are made."""
     dist.new_group([0, 1])
     ep_group, _ = groups_of(rank, world_size, 2)
     torch.manual_seed(seed)
     layer = MoELayer(Case().config, group=ep_group, max_tokens=MAX_TOKENS)
-    with layer.comm:
+    with layer.comm, mock.patch.object(replicas, "_of_hosts", weakref.WeakKeyDictionary()):
         run(layer, *tokens_of(rank, Case(), seed))
         sync_gradients(layer)
     _make_pairs(rank)
