@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecomm.arguments import require_number
+from moecomm.errors import InvalidArgument
 from moecomm.nn.router import TopKRouter
 from moecomm.train.model_parts import ModelParts
-from moecomm.train.replicas import model_group
+from moecomm.train.replicas import model_group, ranks_of
 from moecomm.types import AnyGroup
 
 
@@ -28,7 +29,7 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
     Args:
         model: has the routers; if none has balancing biases or aux_loss="global", the call does nothing.
         group: all ranks that bring tokens to a step; None: all ranks, or those of the pipeline stage if
-            layers have a folding.
+            layers have a folding. Raises InvalidArgument for one that lacks ranks of a layer's communicator.
         rate: replaces config.bias_update_rate; the same on all ranks. Raises InvalidArgument unless it is
             None or a finite number of at least 0.
     """
@@ -50,7 +51,14 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None, *, rate:
     if alike:
         flat = torch.cat([load_E for pairs in alike.values() for _, load_E in pairs])
         if dist.is_initialized():
-            dist.all_reduce(flat, group=model_group(parts.layers, group))
+            over = model_group(parts.layers, group)
+            for layer in parts.spread_layers if over is not None else ():
+                if not (needed := set(ranks_of(layer.comm.group))) <= set(found := ranks_of(over)):
+                    raise InvalidArgument(
+                        f"group has ranks {found}, must have {sorted(needed)} among them, which share out a "
+                        "layer's experts and route by the same biases; None for all ranks"
+                    )
+            dist.all_reduce(flat, group=over)
         sizes = [experts * len(pairs) for (experts, *_), pairs in alike.items()]
         for (key, pairs), totals in zip(alike.items(), flat.split(sizes), strict=True):
             experts, dtype, _, own_rate, update = key

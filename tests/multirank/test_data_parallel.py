@@ -441,6 +441,7 @@ def test_groups_that_cannot_be_right_are_refused(rank: int, world_size: int, see
             ("ep_group has ranks", lambda: clip_grad_norm(model, 1.0, dist.group.WORLD)),
             ("ep_group has ranks", lambda: sharded_state(model, ep_group=columns)),
             ("group is a DeviceMesh of 2 dimensions", lambda: update_expert_bias(model, mesh)),
+            ("group has ranks", lambda: update_expert_bias(model, mesh["dp"])),
         ]
         for text, call in calls:
             refused(call, begins=text)
