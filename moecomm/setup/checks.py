@@ -28,8 +28,8 @@ def timeout_seconds(timeout: float | timedelta | None) -> float:
     if timeout is None:
         return read_env().timeout or DEFAULT_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
-        raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0 or a timedelta")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1e-3 <= seconds <= 1e9:
+        raise InvalidArgument(f"timeout is {timeout!r}, expected 0.001 to 1e9 seconds, or a timedelta")
     return float(seconds)
 
 

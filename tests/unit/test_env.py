@@ -62,5 +62,10 @@ def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch
     assert timeout() == 7.5
     assert timeout(timeout=3) == 3.0
     assert timeout(timeout=timedelta(minutes=2)) == 120.0
+    for bound in (1e-3, 1e9):  # the bounds are those of the variable
+        assert timeout(timeout=bound) == read_env({"MOECOMM_TIMEOUT": str(bound)}).timeout == bound
+    for beyond in (0.9e-3, 1.1e9, timedelta(0), float("nan")):
+        with pytest.raises(InvalidArgument, match=r"timeout is .*, expected 0\.001 to 1e9 seconds"):
+            timeout(timeout=beyond)
     monkeypatch.delenv("MOECOMM_TIMEOUT")
     assert timeout() == 60.0
