@@ -63,7 +63,7 @@ class Rendezvous:
     As a context manager it keeps this process's other threads from building a communicator over the group.
 
     Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, OutOfMemory
-    if no descriptor is free for a connection to the store, PeerLost if the store is gone.
+    if no descriptors are free for a connection to the store, PeerLost if the store is gone.
     """
 
     def __init__(self, group: Group | None, timeout: float) -> None:
@@ -89,8 +89,10 @@ class Rendezvous:
         self._own = f"{secrets.token_hex(8)} {self._members}"
         phase = "construction: arguments"
         try:
-            # Raises if no descriptor is free. clone() would retry for the store's own timeout, 30 minutes.
-            socket.socket().close()
+            # Raises unless two descriptors are free: in the process that has the store both ends take one.
+            # clone() would retry for the store's own timeout, 30 minutes.
+            with socket.socket(), socket.socket():
+                pass
             # A clone: a store has one connection, which another thread may hold while it waits.
             default: Any = _get_default_store()  # torch's stubs lack clone()
             store: Store = default.clone()

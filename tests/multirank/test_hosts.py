@@ -5,17 +5,19 @@ import os
 import resource
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import moecomm
+from moecomm.setup import rendezvous
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
@@ -54,6 +56,7 @@ def _limit(of: int, least: int) -> Iterator[None]:
 
 
 _no_descriptors = partial(_limit, resource.RLIMIT_NOFILE, 3)
+_few_descriptors = partial(_limit, resource.RLIMIT_NOFILE, 64)
 _small_files = partial(_limit, resource.RLIMIT_FSIZE, 4096)
 
 
@@ -147,6 +150,25 @@ def test_a_rank_without_descriptors_does_not_wait_for_the_store() -> None:
     waiting, lacking = run_ranks(2, _no_connection)
     require(waiting, "rank 1", name="PeerTimeout")
     require(lacking, "ulimit -n", name="OutOfMemory")
+
+
+def _one_descriptor(rank: int, world_size: int) -> Caught | None:
+    """Builds in the process of the store, where one descriptor is free."""
+    store, held = dist.TCPStore("127.0.0.1", 0, is_master=True), list[int]()
+    with mock.patch.object(rendezvous, "_get_default_store", return_value=store), _few_descriptors():
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        os.close(held.pop())
+        try:
+            return catch(_build)
+        finally:
+            for each in held:
+                os.close(each)
+
+
+def test_a_rank_with_a_descriptor_for_one_end_of_a_connection_to_itself_does_not_wait() -> None:
+    require(*run_ranks(1, _one_descriptor), "ulimit -n", name="OutOfMemory")
 
 
 def _die(rank: int, world_size: int, phase: str) -> None:
