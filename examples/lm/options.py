@@ -242,7 +242,7 @@ class Options:
     graph: bool | None = _flag(
         "on GPUs: forward and backward as a CUDA graph, apart from steps whose transfers are timed; steps "
         "whose rows do not fit run again without (default: where that is possible, and memory has room "
-        "for what a step takes once more)",
+        "for three times what a step takes)",
         resumed=PER_CALL,
         action=SWITCH,
         default=None,
