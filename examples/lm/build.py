@@ -236,8 +236,8 @@ def build_graphed_step(
 
 
 def fits_graph(device: torch.device, before: int) -> bool:
-    """Returns whether this GPU's memory has room for a graph of the step. It keeps tensors of its own, at most
-    twice as many as a step without one where it has grown, and some steps still run without. Called between
+    """Returns whether this GPU's memory has room for a graph of the step. It keeps tensors of its own, where
+    it has grown at most twice as many as a step without one, and some steps still run without. Called between
     steps. before: bytes that were allocated before the first step."""
     free, total = torch.cuda.mem_get_info(device)
     room = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
