@@ -32,7 +32,7 @@ from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import spread_parameters
 from moecomm.train.drift import watch_drift
-from moecomm.train.model_parts import ModelParts
+from moecomm.train.model_parts import ModelParts, zero_gradient
 from moecomm.train.replicas import (
     Replicas,
     find_replicas,
@@ -351,7 +351,7 @@ class _ReplicaAverage:
     def average(self, parameter: Tensor) -> None:
         """Averages a gradient, which counts as zero where the backward has not reached the parameter."""
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zero_gradient(parameter)
         dist.all_reduce(parameter.grad, group=self.replicas.group)
         parameter.grad.div_(len(self.replicas.ranks))
 

@@ -23,7 +23,7 @@ from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.drift import forget_bits, router_bits
-from moecomm.train.model_parts import ModelParts, local
+from moecomm.train.model_parts import ModelParts, local, zero_gradient
 from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal, told_by_all
 from moecomm.types import AnyGroup, Group, as_group
 
@@ -418,7 +418,7 @@ def _placed_gradient(parameter: DTensor) -> DTensor:
     ranks, and returns it. A missing .grad becomes zeros."""
     gradient = parameter.grad
     if gradient is None:
-        gradient = torch.zeros_like(parameter)
+        gradient = zero_gradient(parameter)
     assert isinstance(gradient, DTensor)
     parameter.grad = placed = gradient.redistribute(placements=parameter.placements)
     return placed
@@ -456,7 +456,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if has_main_grad(parameter):
         return main_grad_of(parameter)
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = zero_gradient(parameter)
     return parameter.grad
 
 

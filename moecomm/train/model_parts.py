@@ -132,6 +132,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Returns zeros in the dtype that torch allows as the parameter's gradient."""
+    return torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+
+
 INSTEAD = "give each expert one of its own, in a first dimension of that size"
 
 

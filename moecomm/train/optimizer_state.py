@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument
-from moecomm.train.model_parts import local
+from moecomm.train.model_parts import local, zero_gradient
 
 _NUMBERS = (numbers.Number, str, type(None))
 """The types, besides tensors, that an optimizer's state may have."""
@@ -152,7 +152,7 @@ def _try_step(
     """Runs `step` with zero gradients at rate zero for `trained` alone. Returns the numbers that are now in
     each of the param_groups, without those in `settings`, and in the state of each of `trained`."""
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
+        parameter.grad = zero_gradient(parameter) if parameter in trained else None
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     step(optimizer)

@@ -18,6 +18,7 @@ from moecomm.nn import (
     clip_grad_norm,
     grad_norms,
     is_expert_parameter,
+    sharded_state,
     sync_gradients,
     update_expert_bias,
 )
@@ -178,3 +179,19 @@ def test_a_gradient_of_two_parameters(rank: int, world: int) -> None:
     for each in model.parameters():
         each.grad = model[0].weight.grad if each is model[1].weight else torch.tensor([[3.0, 4.0]])
     assert_close(clip_grad_norm(model, math.inf), torch.tensor(5 * 2**0.5))
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has gradients of one dtype")
+@on_ranks(2)
+def test_gradients_of_another_dtype(rank: int, world: int) -> None:
+    """A rank without a gradient has zeros in the dtype that the gradient has elsewhere."""
+    model = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    if rank == 0:
+        model.weight.grad = torch.full((2, 2), 3.0)
+    sync_gradients(model)
+    assert_close(model.weight.grad, torch.full((2, 2), 1.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sharded_state(model, optimizer)
+    assert not optimizer.state[model.weight]["momentum_buffer"].any()
+    assert_close(model.weight.grad, torch.full((2, 2), 1.5))
