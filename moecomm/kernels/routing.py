@@ -179,15 +179,14 @@ class _Route(torch.autograd.Function):
         given = (None if each is None else each.contiguous() for each in grads)
         _launch("routes_backward", logits_TE, *ctx.sizes, ids_TK, *given, grad_TE, parts_TX)
         grad_x_TH = grad_weight_EH = None
-        with without_autocast("cuda"):
-            if parts_TX is not None:
-                if needs_x:  # grad's high part by weight's middle, all grad's parts by weight's high
-                    grad_x_TH = parts_TX @ _split(weight_EH, backward=True)
-                if needs_weight:
-                    of_parts = torch.mm(parts_TX[:, experts:].t(), x_TH, out_dtype=torch.float32)
-                    grad_weight_EH = of_parts.view(3, experts, -1).sum(0)
-            elif grad_TE is not None:
-                grad_x_TH = (grad_TE @ weight_EH).to(x_TH.dtype) if needs_x else None
-                grad_weight_EH = grad_TE.t() @ x_TH.to(torch.float32) if needs_weight else None
+        if parts_TX is not None:
+            if needs_x:  # grad's high part by weight's middle, all grad's parts by weight's high
+                grad_x_TH = parts_TX @ _split(weight_EH, backward=True)
+            if needs_weight:
+                of_parts = torch.mm(parts_TX[:, experts:].t(), x_TH, out_dtype=torch.float32)
+                grad_weight_EH = of_parts.view(3, experts, -1).sum(0)
+        elif grad_TE is not None:
+            grad_x_TH = (grad_TE @ weight_EH).to(x_TH.dtype) if needs_x else None
+            grad_weight_EH = grad_TE.t() @ x_TH.to(torch.float32) if needs_weight else None
         grad_bias_E = grad_TE.sum(0) if needs_bias and grad_TE is not None else None
         return grad_x_TH, grad_weight_EH, grad_bias_E, None, None, None

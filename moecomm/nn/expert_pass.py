@@ -471,8 +471,7 @@ class _Keep(torch.autograd.Function):
     @_disable_dynamo  # see moecomm/autograd/functions.py
     @first_order
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-        with without_autocast(grad_y_TH.device.type):
-            return _backward(ctx, grad_y_TH)
+        return _backward(ctx, grad_y_TH)
 
 
 class _Finish(torch.autograd.Function):

@@ -185,15 +185,16 @@ def test_choices_are_counted_once_for_several_backwards(comm: moecomm.Communicat
     assert layer.router.load_E.sum() == 16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # of float16 autocast can make no bfloat16
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_backward_within_autocast_changes_nothing(
-    comm: moecomm.Communicator, overlap: bool, seed: int
-) -> None:
-    layer = made(comm, seed, num_shared_experts=1, shared_gate=True, overlap=OverlapConfig(overlap=overlap))
-    x_TH, found = torch.randn(8, 16), []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            found.append(gradients(layer, layer, x_TH))
+def test_a_backward_within_autocast_changes_nothing(overlap: bool, dtype: torch.dtype, seed: int) -> None:
+    options: dict[str, Any] = {"num_shared_experts": 1, "shared_gate": True, "bias": True, "dtype": dtype}
+    with moecomm.Communicator(**SIZES, max_tokens=64, device="cpu", dtype=dtype) as comm:
+        layer, found = made(comm, seed, **options, overlap=OverlapConfig(overlap=overlap)), []
+        x_TH = torch.randn(8, 16)
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                found.append(gradients(layer, layer, x_TH))
     for one, other in zip(*found, strict=True):  # the router's sums may run in another order
         assert_close(one, other, rtol=0, atol=1e-5 * float(one.abs().max()))
 
