@@ -348,9 +348,10 @@ class MoELayer(nn.Module):
             x_TH, weights_TK = x_TH * weights_TK, torch.ones_like(weights_TK)
         if self._part_ids is not None:
             # A choice becomes one choice for each part of its expert, with the same weight.
-            parts_TKP = self._part_ids[topk_idx_TK.long()]
-            if "topk_idx" in given:  # id -1 selects the last row; an invalid id (E) stays invalid
-                unknown_TK1 = (topk_idx_TK >= self.config.num_experts).unsqueeze(-1)
+            experts = self.config.num_experts
+            parts_TKP = self._part_ids[topk_idx_TK.long().clamp(-1, experts)]
+            if "topk_idx" in given:  # id -1 selects the last row; an invalid id stays invalid
+                unknown_TK1 = ((topk_idx_TK < -1) | (topk_idx_TK >= experts)).unsqueeze(-1)
                 parts_TKP = parts_TKP.masked_fill(unknown_TK1, self.comm.num_experts)
             topk_idx_TK = parts_TKP.flatten(1)
             weights_TK = weights_TK.repeat_interleave(self._part_ids.shape[1], dim=1)

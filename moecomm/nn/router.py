@@ -146,7 +146,7 @@ class TopKRouter(nn.Module):
             if again is None:
                 chosen_TK = self._choose(logits_TE.detach(), scores_TE.detach())
                 if topk_idx is not None:
-                    chosen_TK = replayed(topk_idx, chosen_TK, config.num_experts)
+                    chosen_TK = replayed(topk_idx, chosen_TK)
                 if mask is not None:
                     chosen_TK = chosen_TK.masked_fill(~mask.unsqueeze(1), -1)
             else:
@@ -154,7 +154,7 @@ class TopKRouter(nn.Module):
             # known_TK has -1 for invalid ids, which must not be indices. The dispatch gets and refuses these.
             known_TK = chosen_TK
             if topk_idx is not None:
-                known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1)
+                known_TK = chosen_TK.masked_fill(chosen_TK >= config.num_experts, -1).clamp(min=-1)
             weights_TK = choices.weights_of(logits_TE, scores_TE, known_TK, self._rule, gaps)
             load_E = choices.counts_of(known_TK, config.num_experts, gaps)
             of_tokens = {"sequence_len": seq_len, "cu_seqlens": cu_seqlens, "mask_T": mask}
@@ -350,15 +350,14 @@ def flat(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def replayed(given_TK: Tensor, own_TK: Tensor, experts: int) -> Tensor:
+def replayed(given_TK: Tensor, own_TK: Tensor) -> Tensor:
     """Returns (T, K) int64: the given choices; for a token whose given ids are all -1, the router's own.
-    Invalid ids become `experts`, an id that a dispatch refuses on all ranks: the host need not wait here.
+    Invalid ids stay, within int32: a dispatch refuses them on all ranks, so that no host waits here.
 
     Example: given = [[2, 0], [-1, -1], [1, -1]], own = [[0, 1], [0, 3], [2, 3]] gives [[2, 0], [0, 3],
     [1, -1]]: the third token has one expert.
     """
-    given_TK = given_TK.to(torch.int64)
-    given_TK = given_TK.masked_fill((given_TK < -1) | (given_TK >= experts), experts)
+    given_TK = given_TK.to(torch.int64).clamp(-(2**31), 2**31 - 1)
     return torch.where((given_TK == -1).all(dim=1, keepdim=True), own_TK, given_TK)
 
 

@@ -232,6 +232,11 @@ def test_in_a_graph(rank: int, world_size: int, seed: int) -> None:
             found.append({"y": y, **{name: p.grad for name, p in layer.named_parameters()}})
         for name, value in found[0].items():
             close(found[1][name], value, msg=name)
+        experts, top_k = layer.config.num_experts, layer.config.top_k
+        for unknown in (-2, experts, 1 << 40):  # of an expert that is split, each is told as one of its parts
+            ids_TK = torch.arange(top_k).repeat(len(x), 1)
+            ids_TK[:, -1] = unknown
+            refused(lambda ids_TK=ids_TK: layer(x, topk_idx=ids_TK), "topk_idx", name="InvalidRouting")
 
 
 # -- gradients under wrappers, stages ----------------------------------------------------------------------

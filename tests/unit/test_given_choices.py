@@ -345,8 +345,9 @@ IDS = torch.zeros(TOKENS, 2, dtype=torch.int64)
         ({"cu_seqlens": torch.tensor([2, 20])}, r"cu_seqlens\[0\] is 2, must be from 0 to 0"),
         ({"cu_seqlens": torch.tensor([0, 21])}, r"cu_seqlens\[1\] is 21, must be from 0 to 20"),
         ({"cu_seqlens": torch.tensor([0, 20]), "seq_len": 5}, "seq_len is 5, must be None with cu_seqlens"),
-        ({"topk_idx": IDS + torch.tensor([0, 4])}, "4"),
-        ({"topk_idx": IDS - torch.tensor([0, 2])}, "4"),
+        ({"topk_idx": IDS + torch.tensor([0, 9])}, r"topk_idx\[0, 1\] is 9, expected -1"),
+        ({"topk_idx": IDS - torch.tensor([0, 2])}, r"topk_idx\[0, 1\] is -2, expected -1"),
+        ({"topk_idx": IDS - torch.tensor([0, 1 << 40])}, r"topk_idx\[0, 1\] is -2147483648"),
         ({"topk_idx": IDS}, "may name an expert once"),
     ],
 )
