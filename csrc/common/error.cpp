@@ -25,7 +25,7 @@ Error system_error(const char* call, const std::string& advice, ErrorKind otherw
   const std::string text = errno_text(call);
   if (files) return {ErrorKind::out_of_memory, text + "; raise the limit of open files (ulimit -n)"};
   if (errno == EFBIG) return {ErrorKind::out_of_memory, text + "; raise the limit of file sizes (ulimit -f)"};
-  if (errno == ENOMEM || errno == ENOBUFS) return {ErrorKind::out_of_memory, text};
+  if (errno == ENOMEM || errno == ENOBUFS || errno == ENOSPC) return {ErrorKind::out_of_memory, text};
   return {otherwise, advice.empty() ? text : text + " (" + advice + ")"};
 }
 

@@ -67,8 +67,9 @@ void store_text(const std::string& text, char* target, size_t room);
 /// A text such as "shm_open: No space left on device" for the current errno.
 std::string errno_text(const char* call);
 
-/// The error for the current errno after `call`. Its kind is out_of_memory if memory, descriptors or the
-/// allowed file size have run out. For any other errno the kind is `otherwise`, and `advice` ends the text.
+/// The error for the current errno after `call`. Its kind is out_of_memory if memory, descriptors, room
+/// for files or their allowed size have run out. For any other errno the kind is `otherwise`, and `advice`
+/// ends the text.
 Error system_error(const char* call, const std::string& advice = {},
                    ErrorKind otherwise = ErrorKind::unsupported);
 

@@ -69,7 +69,7 @@ std::string ip_text(const sockaddr* address) {
 
 std::vector<InterfaceAddress> host_addresses() {
   ifaddrs* found = nullptr;
-  if (getifaddrs(&found) != 0) throw Error(ErrorKind::unsupported, errno_text("getifaddrs"));
+  if (getifaddrs(&found) != 0) throw system_error("getifaddrs");
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(found, freeifaddrs);
   std::vector<InterfaceAddress> addresses;
   for (const ifaddrs* each = found; each != nullptr; each = each->ifa_next) {

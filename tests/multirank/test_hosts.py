@@ -115,6 +115,13 @@ NODES = {"ranks_per_node": 1, "timeout": 3.0}
             ["ulimit -n"],
             marks=needs_fabric,
         ),
+        pytest.param(
+            "no descriptors; construction: network",
+            NODES,
+            "OutOfMemory",
+            ["ulimit -n"],
+            marks=needs_fabric,
+        ),
         (
             "another user; construction: mapping",
             {},
@@ -228,6 +235,17 @@ def test_folders_of_one_tmpfs_as_dev_shm_are_told_apart() -> None:
         for each in folder.iterdir():
             each.rmdir()
         folder.rmdir()
+
+
+def _no_names(rank: int, world_size: int) -> Caught | None:
+    _mount_shm(b"tmpfs", b"tmpfs", 0, b"nr_inodes=1")
+    return catch(_build)
+
+
+def test_a_dev_shm_that_has_no_room_for_a_further_file_is_out_of_memory() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: mounts a tmpfs")
+    require(*run_ranks(1, _no_names, environment=NO_GPUS), "No space left on device", name="OutOfMemory")
 
 
 def _no_limit(rank: int, world_size: int) -> list[str]:

@@ -3,6 +3,7 @@
 #include <rdma/fi_errno.h>
 #include <sys/resource.h>
 
+#include <cerrno>
 #include <string>
 #include <utility>
 
@@ -71,9 +72,11 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
   const auto require = [this](int status, const char* what) {
     if (status == 0) return;
     const Offer offer = describe(*info_);
-    throw Error(status == -FI_ENOMEM ? ErrorKind::out_of_memory : ErrorKind::unsupported,
-                "fabric " + offer.provider + " on " + offer.domain + " " + offer.address + ": " + what +
-                    ": " + library().strerror(-status));
+    const std::string call =
+        "fabric " + offer.provider + " on " + offer.domain + " " + offer.address + ": " + what;
+    errno = -status;  // below FI_ERRNO_OFFSET codes are those of the system
+    if (errno < FI_ERRNO_OFFSET) throw system_error(call.c_str());
+    throw Error(ErrorKind::unsupported, call + ": " + library().strerror(-status));
   };
   // Calls open(&object) and keeps the object in `handle`. If `open` fails, throws an error about `what`.
   const auto make = [&](auto& handle, const char* what, const auto& open) {
