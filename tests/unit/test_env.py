@@ -1,6 +1,7 @@
 """Environment variables."""
 
 import dataclasses
+import re
 from datetime import timedelta
 
 import pytest
@@ -32,7 +33,7 @@ def test_values() -> None:
 REFUSED = {
     "TIMEOUT": ("soon", "0", "-1", "nan", "inf", "1e10"),
     "THREADS": ("1.5", "0", "4097"),
-    "RANKS_PER_NODE": ("two", "1.5", "-4"),
+    "RANKS_PER_NODE": ("two", "1.5", "-4", str(2**31)),
     "FABRIC_LANES": ("many", "0", "65"),
     "FIRST_EPOCH": ("0", str(2**62 + 1)),
     "FUSED_TOKENS": ("-1", str(2**63)),
@@ -48,6 +49,8 @@ def test_what_is_refused(name: str) -> None:
             read_env({f"MOECOMM_{name}": value})
         assert f"MOECOMM_{name} is {value!r}" in str(caught.value)
         assert ("an integer" in str(caught.value)) == (name not in ("TIMEOUT", "LOG"))
+        most = re.search(r" to (\d+)$", str(caught.value))  # the bound in all its digits is taken
+        assert name == "LOG" or (most and read_env({f"MOECOMM_{name}": most[1]}))
 
 
 def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
