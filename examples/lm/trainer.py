@@ -50,6 +50,7 @@ from lm.speed import measure_speed
 from lm.stop import StopRequest
 from moecomm.graphs import GraphedStep
 from moecomm.nn import backward_weights, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.train import rebalance_experts
 
 
 class Trainer:
@@ -237,6 +238,8 @@ class Trainer:
             forget_load(self.layers)
         else:
             update_expert_bias(self.model)
+            if options.rebalance and step % options.rebalance == 0:
+                rebalance_experts(self.model, self.optimizer, list(load_AE))
         totals = reduce_step(
             load_AE,
             loss=loss * self.ranks.folding.pp,  # only the last of so many stages has a loss

@@ -1,0 +1,235 @@
+"""Exchanges experts between ranks, so that all ranks get about as many rows.
+
+Experts have no order: if two of them change places, with their rows of the router, the model is the same. So
+an expert with many tokens may go to a rank whose experts have few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from moecomm.arguments import require_number
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.nn.layer import MoELayer
+from moecomm.train.agreement import agree
+from moecomm.train.model_parts import ModelParts
+from moecomm.train.replicas import find_replicas, model_group
+from moecomm.types import AnyGroup
+
+
+class Rebalanced(NamedTuple):
+    """What `rebalance_experts` did to a layer."""
+
+    order: list[int]
+    """order[e]: the former number of the expert that is number e now."""
+    before: float
+    """Rows of the busiest rank over the mean of all ranks, by the loads that were given."""
+    after: float
+    """The same with the experts' new places."""
+
+
+@torch.no_grad()
+def rebalance_experts(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    loads: Sequence[Tensor] | None = None,
+    group: AnyGroup | None = None,
+    *,
+    tolerance: float = 0.02,
+) -> dict[str, Rebalanced]:
+    """Exchanges experts between the ranks of each MoELayer until none has more than (1 + tolerance) times the
+    mean number of rows, or no exchange of two experts brings it nearer. Every rank of the group calls it,
+    between two optimizer steps.
+
+    With an expert go its parameters, gradients and states of the optimizers; the router's rows, balancing
+    biases and counts are permuted alike on all ranks. Tensors change in place. The model computes what it
+    computed before, but experts have other numbers; a state dict is that of the model with these numbers.
+
+    Args:
+        model: has the MoELayers. Others than those whose experts are spread over ranks stay as they are.
+        optimizers: all that have the parameters of experts and routers.
+        loads: for each MoELayer, in the order of `model.modules()`, (E,) tokens of this rank that chose each
+            expert, over many microbatches if possible; None: those of the last forward.
+        group: all ranks that bring tokens to a step; None: all ranks, or those of the pipeline stage.
+        tolerance: at least 0.
+
+    Returns what was done by the name of each layer in which experts have moved; the same on all ranks.
+
+    Before anything has moved it raises, on all ranks: Unsupported for layers that share weights, with experts
+    that are sharded by FSDP2 or split over ETP ranks, and with routers that choose groups of experts first
+    (num_groups), and for states that have no part for each expert (Adafactor's); InvalidArgument for loads of
+    a wrong shape and put-off gradients; MismatchedArguments if ranks hold other gradients or states.
+    """
+    require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
+    parts, states = ModelParts(model), _states_of(optimizers)
+    spread = parts.spread_layers
+    held: list[_Held] = []
+
+    def check() -> list[str]:
+        given = _loads_of(parts.layers, loads)
+        own = [
+            each for layer in spread for part in (layer.experts, layer.router) for each in part.parameters()
+        ]
+        if len(set(own)) < len(own):
+            raise Unsupported("MoELayers share experts or routers, which would have to move for both of them")
+        held.extend(_Held(parts, layer, states, given[layer]) for layer in spread)
+        return [f"{parts.modules[each.layer]}: {words}" for each in held for words in each.words]
+
+    if not spread:
+        check()
+        return {}
+    over = model_group(parts.layers, group)
+    agree(over, parts.device, "ranks would exchange different tensors of experts", check)
+    find_replicas(parts.layers, over)  # refuses a group that lacks ranks of a layer
+    total = torch.cat([each.load_E for each in held])
+    dist.all_reduce(total, group=over)
+    done = {}
+    for each, load_E in zip(held, total.cpu().split([len(each.load_E) for each in held]), strict=True):
+        ranks = each.layer.comm.size
+        order = exchanged(load_E, ranks, tolerance)
+        before, after = (float(way.view(ranks, -1).sum(1).max()) for way in (load_E, load_E[order]))
+        if after < before:
+            each.move(order)
+            mean = float(load_E.sum()) / ranks
+            done[parts.modules[each.layer]] = Rebalanced(order, before / mean, after / mean)
+    return done
+
+
+def exchanged(load_E: Tensor, ranks: int, tolerance: float) -> list[int]:
+    """Returns the numbers of the experts in their new order, of which each rank has an equal part. The
+    busiest rank and the least busy one exchange the two experts that bring them nearest to each other, again
+    and again.
+
+    Example: loads [5, 4, 1, 2] of experts on two ranks give [3, 1, 2, 0]: 9 and 3 rows become 6 and 6."""
+    order, load_E = list(range(len(load_E))), load_E.double()
+    least = tolerance * float(load_E.sum()) / ranks
+    while True:
+        load_RL = load_E[order].view(ranks, -1)
+        rows = load_RL.sum(1)
+        busy, idle = int(rows.argmax()), int(rows.argmin())
+        apart = float(rows[busy] - rows[idle])
+        moves = load_RL[busy].unsqueeze(1) - load_RL[idle]
+        first, second = divmod(int((moves - apart / 2).abs().argmin()), load_RL.shape[1])
+        moved = float(moves[first, second])
+        # Each exchange brings the two nearer by a least amount: so it ends, and no weights travel for little.
+        if rows[busy] <= rows.mean() + least or min(moved, apart - moved) <= max(least / 4, 0):
+            return order
+        one, other = busy * load_RL.shape[1] + first, idle * load_RL.shape[1] + second
+        order[one], order[other] = order[other], order[one]
+
+
+class _Held:
+    """What a rank holds of a layer's experts, and of its router. Raises what `rebalance_experts` says."""
+
+    def __init__(self, parts: ModelParts, layer: MoELayer, states: _States, load_E: Tensor) -> None:
+        name, self.layer, self.load_E = parts.modules[layer], layer, load_E
+        spread = parts.shares_of(layer).spread
+        _refuse(name, layer, spread.values())
+        self.of_experts = [
+            part
+            for own, each in (*spread.items(), *layer.experts.named_buffers())
+            for part in _parts(f"{name}.experts.{own}", each, states, layer.comm.num_local_experts)
+        ]
+        self.of_router = [
+            part
+            for own, each in (*layer.router.named_parameters(), *layer.router.named_buffers())
+            for part in _parts(f"{name}.router.{own}", each, states, layer.config.num_experts)
+        ]
+        self.words = [f"{each.dtype} {tuple(each.shape)}" for each in (*self.of_experts, *self.of_router)]
+
+    def move(self, order: list[int]) -> None:
+        """Gives the experts the numbers of `order`, on all ranks of the layer's communicator together."""
+        comm, own = self.layer.comm, self.layer.comm.num_local_experts
+        transfers: list[dist.P2POp] = []
+        arrived: list[tuple[Tensor, Tensor]] = []
+        for place, expert in enumerate(order):
+            to, of = place // own, expert // own
+            if place == expert or comm.rank not in (to, of):
+                continue
+            for tensor in self.of_experts:
+                part = tensor[expert % own if of == comm.rank else place % own].contiguous()
+                if to == comm.rank:
+                    part = part.clone()
+                    arrived.append((tensor[place % own], part))
+                if to != of:  # as bytes: NCCL lacks some dtypes
+                    way, peer = (dist.isend, to) if of == comm.rank else (dist.irecv, of)
+                    bytes_ = part.view(-1).view(torch.uint8)
+                    transfers.append(dist.P2POp(way, bytes_, group=comm.group, group_peer=peer))
+        # All ranks of a group of NCCL have to be in the first exchange there.
+        dist.all_reduce(torch.zeros(1, device=comm.device), group=comm.group)
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
+        for target, part in arrived:
+            target.copy_(part)
+        for tensor in self.of_router:
+            _permute(tensor, order)
+        self.layer.last_tokens_per_expert = self.layer.last_tokens_per_expert[order]
+
+
+_States = dict[Tensor, dict[str, Any]]
+
+
+def _states_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> _States:
+    every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    return {parameter: state for each in every for parameter, state in each.state.items()}
+
+
+def _loads_of(layers: Sequence[MoELayer], loads: Sequence[Tensor] | None) -> dict[MoELayer, Tensor]:
+    """Returns each layer's load on its device."""
+    own = [layer.last_tokens_per_expert for layer in layers]
+    given = own if loads is None else [torch.as_tensor(each) for each in loads]
+    wanted = [(layer.config.num_experts,) for layer in layers]
+    if (found := [tuple(each.shape) for each in given]) != wanted:
+        raise InvalidArgument(f"loads have shapes {found}, must have {wanted}, one for each MoELayer")
+    return {layer: each.to(layer.comm.device, torch.int64) for layer, each in zip(layers, given, strict=True)}
+
+
+def _parts(name: str, tensor: Tensor, states: _States, experts: int) -> Iterator[Tensor]:
+    """Yields a parameter or buffer, its gradients, and its states in optimizers that are not one number for
+    all experts. All have `experts` in their first dimension."""
+    whole = {"": tensor, ".grad": tensor.grad, ".main_grad": getattr(tensor, "main_grad", None)}
+    state = {f"'s {key}": each for key, each in states.get(tensor, {}).items() if isinstance(each, Tensor)}
+    numbers = {key for key, each in state.items() if each.numel() == 1 and each.shape != tensor.shape}
+    for key, each in (whole | state).items():
+        if each is None or key in numbers:
+            continue
+        if each.dim() == 0 or each.shape[0] != experts:
+            raise Unsupported(
+                f"{name}{key} has shape {tuple(each.shape)}, must have the {experts} experts in its first "
+                "dimension, so that one can be moved"
+            )
+        yield each
+
+
+def _refuse(name: str, layer: MoELayer, of_experts: Iterable[Tensor]) -> None:
+    if layer.has_pending_weights:
+        raise InvalidArgument(
+            f"{name} has gradients of experts' weights that are still put off: call "
+            "moecomm.nn.backward_weights(model) before"
+        )
+    if any(isinstance(each, DTensor) for each in of_experts):
+        raise Unsupported(f"{name} has experts that FSDP2 has sharded: these stay where they are")
+    if layer.folding is not None and layer.folding.etp > 1:
+        raise Unsupported(
+            f"{name} has experts split over {layer.folding.etp} ETP ranks: these stay where they are"
+        )
+    if layer.config.num_groups is not None:
+        raise Unsupported(f"{name} chooses groups of experts (num_groups), in which each expert has to stay")
+    backends = dict(each.split(":") for each in dist.get_backend_config(layer.comm.group).split(","))
+    if backends.get(layer.comm.device.type, "gloo") == "gloo" and layer.comm.device.type != "cpu":
+        raise Unsupported(f"the process group of {name} has no NCCL, by which experts on GPUs travel")
+
+
+def _permute(tensor: Tensor, order: list[int]) -> None:
+    """Gives row e the values of row order[e]; of a DTensor on all its ranks together."""
+    if isinstance(tensor, DTensor):
+        whole = tensor.full_tensor()[order]
+        tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+    else:
+        tensor.copy_(tensor[order])
