@@ -261,7 +261,8 @@ class Options:
         default=False,
     )
     rebalance: int = _flag(
-        "steps after which experts change places between ranks, so that ranks get rows alike; 0: never",
+        "steps after which experts change places between ranks, by the choices of these steps, so that ranks "
+        "get rows alike; 0: never",
         whole,
         default=0,
     )

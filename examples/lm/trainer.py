@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,6 +94,7 @@ class Trainer:
         set_loss_scale(self.model, 1 / options.microbatches)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
+        self.loads: deque[torch.Tensor] = deque(maxlen=options.rebalance)  # of the last steps
         self.batches: dict[int, torch.Tensor] = {}  # by step: the one that is made ahead
         self.graphed: GraphedStep | None = None
         if options.graph:
@@ -238,8 +240,10 @@ class Trainer:
             forget_load(self.layers)
         else:
             update_expert_bias(self.model)
+            self.loads.append(load_AE)
             if options.rebalance and step % options.rebalance == 0:
-                rebalance_experts(self.model, self.optimizer, list(load_AE))
+                rebalance_experts(self.model, self.optimizer, list(torch.stack([*self.loads]).sum(0)))
+                self.loads.clear()
         totals = reduce_step(
             load_AE,
             loss=loss * self.ranks.folding.pp,  # only the last of so many stages has a loss
