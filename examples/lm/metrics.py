@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,21 +96,12 @@ def last_load(layers: Sequence[MoELayer]) -> Tensor:
     return torch.stack([layer.last_tokens_per_expert for layer in layers])
 
 
-def to_host(loss: Tensor, norm: Tensor, load_AE: Tensor) -> Callable[[], tuple[float, float, Tensor]]:
-    """Begins to copy a step's loss, norm and load to host memory. Returns a function that waits for the copy,
-    and for nothing that was issued after it, and returns them."""
+def on_host(loss: Tensor, norm: Tensor, load_AE: Tensor) -> tuple[float, float, Tensor]:
+    """Returns a step's loss, norm and load in host memory. The host waits for the device once, and before the
+    optimizer's step is issued: so that one runs while the host reduces these numbers over the ranks."""
     found = [each.detach().to(norm.device, torch.float64).flatten() for each in (loss, norm, load_AE)]
-    numbers = torch.cat(found).to("cpu", non_blocking=True)
-    copied = torch.cuda.Event() if norm.is_cuda else None
-    if copied is not None:
-        copied.record()
-
-    def wait() -> tuple[float, float, Tensor]:
-        if copied is not None:
-            copied.synchronize()
-        return numbers[0].item(), numbers[1].item(), numbers[2:].view(load_AE.shape).long()
-
-    return wait
+    numbers = torch.cat(found).cpu()
+    return numbers[0].item(), numbers[1].item(), numbers[2:].view(load_AE.shape).long()
 
 
 def forget_load(layers: Sequence[MoELayer]) -> None:

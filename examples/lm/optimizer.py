@@ -18,7 +18,6 @@ Weights and states may be DTensors, of FSDP2 and of tensor parallelism: a rank u
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,13 +29,6 @@ SLICE = 1 << 23  # elements with float32 copies at a time
 KERNEL_ROW = 1024  # a kernel takes tensors as rows of this length, which tells it that they are aligned
 KERNEL_LEAST = 1 << 18  # least elements of a tensor for which a kernel pays off
 KERNEL_ROWS = (1 << 31) // KERNEL_ROW - 1  # rows that a kernel takes at a time: its indices have 32 bits
-
-
-def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """Returns the factor that makes a norm of gradients at most `most` (0: any), 0-d float32; NaN for a norm
-    that is not finite, with which `AdamW.step` changes nothing."""
-    factor = (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)
-    return factor.where(norm.isfinite(), math.nan).float()
 
 
 class AdamW(torch.optim.Optimizer):
@@ -61,26 +53,21 @@ class AdamW(torch.optim.Optimizer):
         self._moments = moments
 
     @torch.no_grad()
-    def step(self, closure: Any = None, *, factor: Tensor | None = None) -> None:  # type: ignore[override]
-        """Updates the parameters that have a gradient, which is multiplied by `factor` first.
-
-        closure: for torch's interface; must be None. factor: 0-d float32 on the parameters' device; if it is
-        not finite nothing changes but `grad`, and no host has to wait to know.
-        """
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates the parameters that have a gradient. closure: for torch's interface; must be None."""
         assert closure is None
         for group in self.param_groups:
             parts = [self._part(p) for p in group["params"] if p.grad is not None]
             if not parts:
                 continue
-            by = torch.ones((), device=parts[0].step.device) if factor is None else factor
-            torch._foreach_add_([part.step for part in parts], by.isfinite().float())
+            torch._foreach_add_([part.step for part in parts], 1.0)
             parts = [part for part in parts if part.weight.numel()]  # some ranks may have no shard
             plain = [part for part in parts if part.is_float32]
-            _update([part[:4] for part in plain], [part.step for part in plain], group, by)
+            _update([part[:4] for part in plain], [part.step for part in plain], group)
             others = [part for part in parts if not part.is_float32]
-            _update_by_kernel([part for part in others if part.has_kernel], group, by)
+            _update_by_kernel([part for part in others if part.has_kernel], group)
             for slices in _slices([part for part in others if not part.has_kernel]):
-                _update_slices(slices, group, by)
+                _update_slices(slices, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads copies of the result of `state_dict`, keeping their dtypes; torch's own version would give
@@ -167,12 +154,12 @@ def _dtypes(part: _Part) -> list[torch.dtype | None]:
     return [None if tensor is None else tensor.dtype for tensor in part]
 
 
-def _update_slices(parts: list[_Part], group: dict[str, Any], factor: Tensor) -> None:
+def _update_slices(parts: list[_Part], group: dict[str, Any]) -> None:
     """Updates slices through float32 copies."""
     columns = [list(column) for column in zip(*(part[:4] for part in parts), strict=True)]
     masters = [_master(part) for part in parts]
     copies = [masters, *(_as_float32(column) for column in columns[1:])]
-    _update(list(zip(*copies, strict=True)), [part.step for part in parts], group, factor)
+    _update(list(zip(*copies, strict=True)), [part.step for part in parts], group)
     for part, master in zip(parts, masters, strict=True):
         _set_master(part, master)
     for column, copy in zip(columns[2:], copies[2:], strict=True):
@@ -218,7 +205,7 @@ def _split(master: Tensor, high: Tensor, remainder: Tensor) -> None:
     remainder.copy_(bits.sub(nearest.mul_(1 << 16)))
 
 
-def _update_by_kernel(parts: list[_Part], group: dict[str, Any], factor: Tensor) -> None:
+def _update_by_kernel(parts: list[_Part], group: dict[str, Any]) -> None:
     """Updates each part by one kernel; parts of 2^31 elements and more by several. All its arguments except
     constants are on the GPU, so that no step compiles again or waits."""
     if not parts:
@@ -238,7 +225,7 @@ def _update_by_kernel(parts: list[_Part], group: dict[str, Any], factor: Tensor)
             rows = slice(start, start + KERNEL_ROWS)
             tensors = bits, grad, exp_avg, exp_avg_sq, remainder
             some = (None if each is None else each[rows] for each in tensors)
-            kernel(*some, *numbers, factor, beta1, beta2, group["eps"])
+            kernel(*some, *numbers, beta1, beta2, group["eps"])
 
 
 @functools.cache
@@ -255,23 +242,18 @@ def _update_one(
     size: Tensor,
     root: Tensor,
     kept: Tensor,
-    factor: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
     """Does torch's fused update of one tensor. weight: with a remainder, its bits as int16. size: the
     learning rate divided by the first moment's correction. root: the root of the second moment's correction.
-    kept: the factor of a weight after weight decay. factor: that of the gradient."""
-    finite = factor.isfinite()
-    before = weight if remainder is None else _joined(weight, remainder)
-    gradient = grad.float() * factor
+    kept: the factor of a weight after weight decay."""
+    master = weight if remainder is None else _joined(weight, remainder)
+    gradient = grad.float()
     first = exp_avg.float() * beta1 + gradient * (1 - beta1)
     second = exp_avg_sq.float() * beta2 + gradient * gradient * (1 - beta2)
-    master = before * kept - size * first / (second.sqrt() / root + eps)
-    master = torch.where(finite, master, before)
-    first = torch.where(finite, first, exp_avg.float())
-    second = torch.where(finite, second, exp_avg_sq.float())
+    master = master * kept - size * first / (second.sqrt() / root + eps)
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
     if remainder is None:
@@ -280,8 +262,8 @@ def _update_one(
         _split(master, weight, remainder)
 
 
-def _update(tensors: list[Any], steps: list[Tensor], group: dict[str, Any], factor: Tensor) -> None:
-    """Does torch's fused update of float32 (weight, gradient, exp_avg, exp_avg_sq). Changes gradients."""
+def _update(tensors: list[Any], steps: list[Tensor], group: dict[str, Any]) -> None:
+    """Does torch's fused update of float32 (weight, gradient, exp_avg, exp_avg_sq)."""
     if not tensors:
         return
     weights, grads, exp_avgs, exp_avg_sqs = map(list, zip(*tensors, strict=True))
@@ -300,6 +282,4 @@ def _update(tensors: list[Any], steps: list[Tensor], group: dict[str, Any], fact
         eps=group["eps"],
         amsgrad=False,
         maximize=False,
-        grad_scale=factor.reciprocal(),
-        found_inf=factor.isfinite().logical_not().float(),
     )

@@ -36,11 +36,10 @@ from lm.metrics import (
     last_load,
     measure_layers,
     moe_layers,
+    on_host,
     reduce_step,
-    to_host,
     travel_seconds,
 )
-from lm.optimizer import clip_factor
 from lm.options import Options
 from lm.pipeline import Pipeline, PipelineStep, lay_out
 from lm.progress import StepProgress
@@ -225,25 +224,24 @@ class Trainer:
             loss_now, load_AE, travelled = self._accumulate(tokens_BS, measured)
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
-        norm_now = clip_grad_norm(self.model, math.inf, pp_group=pp_group)  # the optimizer scales
-        on_host = to_host(loss_now, norm_now, load_AE)
+        norm_now = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group)
+        if step < options.steps:  # the host would only wait now
+            self.batches = {step + 1: self._batch(step + 1)}
+        loss, norm, load_AE = on_host(loss_now, norm_now, load_AE)
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         rate = learning_rate(step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step(factor=clip_factor(norm_now, options.clip))
-        self.optimizer.zero_grad()
-        if step < options.steps:  # the host would only wait now
-            self.batches = {step + 1: self._batch(step + 1)}
-        loss, norm, load_AE = on_host()
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped:
             forget_load(self.layers)
         else:
+            self.optimizer.step()
             update_expert_bias(self.model)
             self.loads.append(load_AE)
             if options.rebalance and step % options.rebalance == 0:
                 rebalance_experts(self.model, self.optimizer, list(torch.stack([*self.loads]).sum(0)))
                 self.loads.clear()
+        self.optimizer.zero_grad()
         totals = reduce_step(
             load_AE,
             loss=loss * self.ranks.folding.pp,  # only the last of so many stages has a loss

@@ -115,66 +115,6 @@ def test_what_is_compiled_for_gpus_is_the_same_update(
         two.data.copy_(one.data)
 
 
-def kernels_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All updates go by what is compiled for GPUs, here without the compiler."""
-    monkeypatch.setattr(under_test, "KERNEL_ROW", 1)
-    monkeypatch.setattr(under_test, "_compiled_update", lambda: under_test._update_one)
-    monkeypatch.setattr(under_test._Part, "has_kernel", property(lambda part: not part.is_float32))
-
-
-@pytest.mark.parametrize("by_kernel", [False, True], ids=["torch", "kernel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_are_scaled_within_the_step(
-    dtype: torch.dtype, by_kernel: bool, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Multiplied by a power of two, gradients are scaled without rounding, before or within the step."""
-    if by_kernel:
-        kernels_for_all(monkeypatch)
-    one, two = weights(seed, dtype), weights(seed, dtype)
-    made, other = AdamW(groups(one), **SETTINGS), AdamW(groups(two), **SETTINGS)
-    for step in range(3):
-        grads = gradients(seed, step, dtype)
-        for a, b, grad in zip(one, two, grads, strict=True):
-            a.grad, b.grad = grad.clone(), grad / 4
-        made.step(factor=torch.tensor(0.25))
-        other.step()
-    assert all(torch.equal(a, b) for a, b in zip(masters(made, one), masters(other, two), strict=True))
-
-
-@pytest.mark.parametrize("by_kernel", [False, True], ids=["torch", "kernel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_factor_that_is_not_finite_changes_nothing(
-    dtype: torch.dtype, by_kernel: bool, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Neither in the first step nor later, whatever the gradients are."""
-    if by_kernel:
-        kernels_for_all(monkeypatch)
-    ours, theirs = weights(seed, dtype), weights(seed, dtype)
-    made, other = AdamW(groups(ours), **SETTINGS), AdamW(groups(theirs), **SETTINGS)
-    for step in range(3):
-        for number, each in enumerate(ours):
-            each.grad = torch.full_like(each, math.nan if number % 2 else 3.0)
-        made.step(factor=under_test.clip_factor(torch.tensor(math.inf if step else math.nan), 1.0))
-        steps(made, ours, [gradients(seed, step, dtype)])
-        steps(other, theirs, [gradients(seed, step, dtype)])
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
-            assert all(torch.equal(made.state[a][name], other.state[b][name]) for name in other.state[b])
-
-
-def test_the_factor_of_clipping_is_that_of_torch(seed: int) -> None:
-    grads = gradients(seed, 0, torch.float32)
-    norm = torch.nn.utils.get_total_norm(grads)
-    for most in (norm.item() / 3, norm.item() * 3):
-        clipped = [torch.nn.Parameter(torch.zeros_like(each)) for each in grads]
-        for parameter, grad in zip(clipped, grads, strict=True):
-            parameter.grad = grad.clone()
-        torch.nn.utils.clip_grads_with_norm_(clipped, most, norm)
-        factor = under_test.clip_factor(norm, most)
-        assert all(torch.equal(p.grad, grad * factor) for p, grad in zip(clipped, grads, strict=True))
-    assert under_test.clip_factor(norm, 0.0) == 1
-
-
 def test_updates_too_small_for_bfloat16_add_up(seed: int) -> None:
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     made = AdamW([{"params": [weight]}], lr=1e-4, betas=(0.9, 0.95))
