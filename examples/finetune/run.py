@@ -41,7 +41,7 @@ from finetune import demo, report, sizes, text
 from finetune.options import Options
 from finetune.watch import Watch, peak_memory
 from moecomm.nn import load_balancing_loss
-from moecomm.transformers import Resumable, keep_plans
+from moecomm.transformers import Resumable, keep_plans, rebalance_experts
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """The attention's matrices, by their names in all of transformers' models."""
@@ -163,6 +163,19 @@ class Lines(TrainerCallback):  # type: ignore[misc]
             )
 
 
+class Rebalance(TrainerCallback):  # type: ignore[misc]
+    """Exchanges experts between ranks after the first step, and then every so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_step_end(
+        self, _args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        if state.global_step == 1 or state.global_step % self._steps == 0:
+            rebalance_experts(model, optimizer)
+
+
 def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     """Fine-tunes, and writes the model, its metrics and a report to `options.out`. All ranks call it."""
     rank, world, out = dist.get_rank(), dist.get_world_size(), options.folder
@@ -238,6 +251,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     trainer.remove_callback(PrinterCallback)
     if first:
         trainer.add_callback(Lines(options.steps))
+    if options.rebalance:
+        trainer.add_callback(Rebalance(options.rebalance))
     begin = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds, done = time.perf_counter() - begin, trainer.state.global_step

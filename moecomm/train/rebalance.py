@@ -18,9 +18,9 @@ from moecomm.arguments import require_number
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.nn.layer import MoELayer
 from moecomm.train.agreement import agree
-from moecomm.train.model_parts import ModelParts
+from moecomm.train.model_parts import ModelParts, local
 from moecomm.train.replicas import find_replicas, model_group
-from moecomm.types import AnyGroup
+from moecomm.types import AnyGroup, Group
 
 
 class Rebalanced(NamedTuple):
@@ -49,7 +49,8 @@ def rebalance_experts(
 
     With an expert go its parameters, gradients and states of the optimizers; the router's rows, balancing
     biases and counts are permuted alike on all ranks. Tensors change in place. The model computes what it
-    computed before, but experts have other numbers; a state dict is that of the model with these numbers.
+    computed before (but of experts with equal scores for a token a router may choose another one), and a
+    state dict is that of the model with the new numbers of its experts.
 
     Args:
         model: has the MoELayers. Others than those whose experts are spread over ranks stay as they are.
@@ -67,9 +68,9 @@ def rebalance_experts(
     a wrong shape and put-off gradients; MismatchedArguments if ranks hold other gradients or states.
     """
     require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
-    parts, states = ModelParts(model), _states_of(optimizers)
+    parts, states = ModelParts(model), states_of(optimizers)
     spread = parts.spread_layers
-    held: list[_Held] = []
+    held: list[Movable] = []
 
     def check() -> list[str]:
         given = _loads_of(parts.layers, loads)
@@ -78,8 +79,13 @@ def rebalance_experts(
         ]
         if len(set(own)) < len(own):
             raise Unsupported("MoELayers share experts or routers, which would have to move for both of them")
-        held.extend(_Held(parts, layer, states, given[layer]) for layer in spread)
-        return [f"{parts.modules[each.layer]}: {words}" for each in held for words in each.words]
+        for layer in spread:
+            name, of_experts = parts.modules[layer], parts.shares_of(layer).spread
+            _refuse(name, layer, of_experts.values())
+            experts = (*of_experts.items(), *layer.experts.named_buffers())
+            router = (*layer.router.named_parameters(), *layer.router.named_buffers())
+            held.append(Movable(name, layer.comm.group, given[layer], experts, router, states))
+        return [words for each in held for words in each.words]
 
     if not spread:
         check()
@@ -87,17 +93,27 @@ def rebalance_experts(
     over = model_group(parts.layers, group)
     agree(over, parts.device, "ranks would exchange different tensors of experts", check)
     find_replicas(parts.layers, over)  # refuses a group that lacks ranks of a layer
+    done = exchange(held, over, tolerance)
+    for layer in spread:
+        if moved := done.get(parts.modules[layer]):
+            layer.last_tokens_per_expert = layer.last_tokens_per_expert[moved.order]
+    return done
+
+
+def exchange(held: Sequence[Movable], over: Group | None, tolerance: float) -> dict[str, Rebalanced]:
+    """Does what `rebalance_experts` does with what this rank holds of each layer's experts. The loads are
+    summed over the ranks of `over`, which call this together."""
     total = torch.cat([each.load_E for each in held])
     dist.all_reduce(total, group=over)
     done = {}
     for each, load_E in zip(held, total.cpu().split([len(each.load_E) for each in held]), strict=True):
-        ranks = each.layer.comm.size
+        ranks = dist.get_world_size(each.group)
         order = exchanged(load_E, ranks, tolerance)
         before, after = (float(way.view(ranks, -1).sum(1).max()) for way in (load_E, load_E[order]))
         if after < before:
             each.move(order)
             mean = float(load_E.sum()) / ranks
-            done[parts.modules[each.layer]] = Rebalanced(order, before / mean, after / mean)
+            done[each.name] = Rebalanced(order, before / mean, after / mean)
     return done
 
 
@@ -124,58 +140,73 @@ def exchanged(load_E: Tensor, ranks: int, tolerance: float) -> list[int]:
         order[one], order[other] = order[other], order[one]
 
 
-class _Held:
-    """What a rank holds of a layer's experts, and of its router. Raises what `rebalance_experts` says."""
+class Movable:
+    """What a rank holds of a layer's experts and of its router, and what moves with it. Raises Unsupported as
+    `rebalance_experts` says."""
 
-    def __init__(self, parts: ModelParts, layer: MoELayer, states: _States, load_E: Tensor) -> None:
-        name, self.layer, self.load_E = parts.modules[layer], layer, load_E
-        spread = parts.shares_of(layer).spread
-        _refuse(name, layer, spread.values())
+    def __init__(
+        self,
+        name: str,
+        group: Group | None,
+        load_E: Tensor,
+        experts: Iterable[tuple[str, Tensor]],
+        router: Iterable[tuple[str, Tensor]],
+        states: States,
+    ) -> None:
+        """group: the ranks that share out the experts, in their order. load_E: int64, of this rank's tokens.
+        experts, router: names and tensors, whose first dimensions are this rank's experts, and all."""
+        self.name, self.group, self.load_E = name, group, load_E
+        backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+        if load_E.is_cuda and backends.get("cuda", "gloo") == "gloo":
+            raise Unsupported(f"the process group of {name} has no NCCL, by which experts on GPUs travel")
+        self._local = len(load_E) // dist.get_world_size(group)
         self.of_experts = [
-            part
-            for own, each in (*spread.items(), *layer.experts.named_buffers())
-            for part in _parts(f"{name}.experts.{own}", each, states, layer.comm.num_local_experts)
+            local(part)
+            for own, each in experts
+            for part in _parts(f"{name}.experts.{own}", each, states, self._local)
         ]
         self.of_router = [
-            part
-            for own, each in (*layer.router.named_parameters(), *layer.router.named_buffers())
-            for part in _parts(f"{name}.router.{own}", each, states, layer.config.num_experts)
+            part for own, each in router for part in _parts(f"{name}.router.{own}", each, states, len(load_E))
         ]
-        self.words = [f"{each.dtype} {tuple(each.shape)}" for each in (*self.of_experts, *self.of_router)]
+
+    @property
+    def words(self) -> list[str]:
+        """Describes the tensors; the same on all ranks that exchange experts."""
+        every = (*self.of_experts, *self.of_router)
+        return [f"{self.name}: {each.dtype} {tuple(each.shape)}" for each in every]
 
     def move(self, order: list[int]) -> None:
-        """Gives the experts the numbers of `order`, on all ranks of the layer's communicator together."""
-        comm, own = self.layer.comm, self.layer.comm.num_local_experts
+        """Gives the experts the numbers of `order`, on all ranks of the group together."""
+        own, rank = self._local, dist.get_rank(self.group)
         transfers: list[dist.P2POp] = []
         arrived: list[tuple[Tensor, Tensor]] = []
         for place, expert in enumerate(order):
             to, of = place // own, expert // own
-            if place == expert or comm.rank not in (to, of):
+            if place == expert or rank not in (to, of):
                 continue
             for tensor in self.of_experts:
-                part = tensor[expert % own if of == comm.rank else place % own].contiguous()
-                if to == comm.rank:
+                part = tensor[expert % own if of == rank else place % own].contiguous()
+                if to == rank:
                     part = part.clone()
                     arrived.append((tensor[place % own], part))
                 if to != of:  # as bytes: NCCL lacks some dtypes
-                    way, peer = (dist.isend, to) if of == comm.rank else (dist.irecv, of)
+                    way, peer = (dist.isend, to) if of == rank else (dist.irecv, of)
                     bytes_ = part.view(-1).view(torch.uint8)
-                    transfers.append(dist.P2POp(way, bytes_, group=comm.group, group_peer=peer))
+                    transfers.append(dist.P2POp(way, bytes_, group=self.group, group_peer=peer))
         # All ranks of a group of NCCL have to be in the first exchange there.
-        dist.all_reduce(torch.zeros(1, device=comm.device), group=comm.group)
+        dist.all_reduce(torch.zeros(1, device=self.load_E.device), group=self.group)
         for work in dist.batch_isend_irecv(transfers) if transfers else ():
             work.wait()
         for target, part in arrived:
             target.copy_(part)
         for tensor in self.of_router:
-            _permute(tensor, order)
-        self.layer.last_tokens_per_expert = self.layer.last_tokens_per_expert[order]
+            tensor.copy_(permuted(tensor, order))
 
 
-_States = dict[Tensor, dict[str, Any]]
+States = dict[Tensor, dict[str, Any]]
 
 
-def _states_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> _States:
+def states_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> States:
     every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     return {parameter: state for each in every for parameter, state in each.state.items()}
 
@@ -190,16 +221,16 @@ def _loads_of(layers: Sequence[MoELayer], loads: Sequence[Tensor] | None) -> dic
     return {layer: each.to(layer.comm.device, torch.int64) for layer, each in zip(layers, given, strict=True)}
 
 
-def _parts(name: str, tensor: Tensor, states: _States, experts: int) -> Iterator[Tensor]:
+def _parts(name: str, tensor: Tensor, states: States, experts: int) -> Iterator[Tensor]:
     """Yields a parameter or buffer, its gradients, and its states in optimizers that are not one number for
-    all experts. All have `experts` in their first dimension."""
+    all experts. All have `experts` in their first dimension, of a DTensor those of this rank or of all."""
     whole = {"": tensor, ".grad": tensor.grad, ".main_grad": getattr(tensor, "main_grad", None)}
     state = {f"'s {key}": each for key, each in states.get(tensor, {}).items() if isinstance(each, Tensor)}
     numbers = {key for key, each in state.items() if each.numel() == 1 and each.shape != tensor.shape}
     for key, each in (whole | state).items():
         if each is None or key in numbers:
             continue
-        if each.dim() == 0 or each.shape[0] != experts:
+        if each.dim() == 0 or experts not in (each.shape[0], local(each).shape[0]):
             raise Unsupported(
                 f"{name}{key} has shape {tuple(each.shape)}, must have the {experts} experts in its first "
                 "dimension, so that one can be moved"
@@ -221,15 +252,11 @@ def _refuse(name: str, layer: MoELayer, of_experts: Iterable[Tensor]) -> None:
         )
     if layer.config.num_groups is not None:
         raise Unsupported(f"{name} chooses groups of experts (num_groups), in which each expert has to stay")
-    backends = dict(each.split(":") for each in dist.get_backend_config(layer.comm.group).split(","))
-    if backends.get(layer.comm.device.type, "gloo") == "gloo" and layer.comm.device.type != "cpu":
-        raise Unsupported(f"the process group of {name} has no NCCL, by which experts on GPUs travel")
 
 
-def _permute(tensor: Tensor, order: list[int]) -> None:
-    """Gives row e the values of row order[e]; of a DTensor on all its ranks together."""
-    if isinstance(tensor, DTensor):
-        whole = tensor.full_tensor()[order]
-        tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
-    else:
-        tensor.copy_(tensor[order])
+def permuted(tensor: Tensor, order: list[int]) -> Tensor:
+    """Returns a tensor whose row e is row order[e]; for a DTensor all its ranks call together."""
+    if not isinstance(tensor, DTensor):
+        return tensor[order]
+    whole = tensor.full_tensor()[order]
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)

@@ -36,9 +36,10 @@ _require_transformers()
 from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: E402
 
 from moecomm.transformers.implementation import MoecommEP  # noqa: E402
+from moecomm.transformers.rebalance import rebalance_experts  # noqa: E402
 from moecomm.transformers.recompute import keep_plans  # noqa: E402
 from moecomm.transformers.resume import Resumable  # noqa: E402
 
 EPImplementationInterface.register("moecomm", MoecommEP)
 
-__all__ = ["MoecommEP", "Resumable", "keep_plans"]
+__all__ = ["MoecommEP", "Resumable", "keep_plans", "rebalance_experts"]

@@ -27,9 +27,10 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         super().__init__(experts, ep_mesh, tp_mesh)
         self.local = LocalExperts(experts, self.experts_forward, self.num_local_experts)
         self.first_local_expert = ep_mesh.get_local_rank() * self.num_local_experts
-        self._num_experts = self.num_local_experts * ep_mesh.size()
-        self._comms = LayerCommunicators(ep_mesh.get_group(), self._num_experts)
-        self._experts = module = cast(Any, experts)
+        self.num_experts = self.num_local_experts * ep_mesh.size()
+        self.last_ids_TK: Tensor | None = None
+        self._comms = LayerCommunicators(ep_mesh.get_group(), self.num_experts)
+        self.experts = module = cast(Any, experts)
         module.moecomm = self  # where adapters find it
         leave_out_of_fsdp(experts, ep_mesh)
 
@@ -49,11 +50,12 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         if self.tp_mesh.size() > 1:
             parts = (hidden_states, top_k_index, top_k_weights)
             hidden_states, top_k_index, top_k_weights = (_slice_of(each, self.tp_mesh) for each in parts)
-        none_TK = (top_k_index < 0) | (top_k_index >= self._num_experts)
+        none_TK = (top_k_index < 0) | (top_k_index >= self.num_experts)
         ids_TK = top_k_index.masked_fill(none_TK, -1)
+        self.last_ids_TK = ids_TK
         weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
         shared = self._comms.of(hidden_states, ids_TK.shape[1])
-        batches = batches_to_divide_by(self._experts, self.ep_mesh, self.tp_mesh)
+        batches = batches_to_divide_by(self.experts, self.ep_mesh, self.tp_mesh)
         y_TH = self.local.run(shared, hidden_states, ids_TK, weights_TK, batches)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
 

@@ -426,7 +426,7 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
     chat = chat_of("Count.", "one two three four five")
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
     # The log has the first losses, and the last.
-    flags = f"--lora --lr 1e-2 --balance 0.01 --steps 4 {SMALL} --log-every 3".split()
+    flags = f"--lora --lr 1e-2 --balance 0.01 --rebalance 2 --steps 4 {SMALL} --log-every 3".split()
     said = _run(model, chats, "--out", tmp_path / "run", *flags)
     first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
     assert last < first and "step     4/4  loss" in said
