@@ -30,7 +30,7 @@ STAYS = {
 
 
 def _train(model: Any, moves: bool, part: int, seed: int) -> tuple[list[float], int]:
-    """Trains on a part of the data. Returns the losses of some steps, and how often experts of a layer have moved."""
+    """Trains on a part of the data; returns the losses of some steps, and how often experts moved."""
     from moecomm.transformers import rebalance_experts
 
     optimizer, losses, moved = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), [], 0
