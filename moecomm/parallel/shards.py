@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,13 +86,30 @@ def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTen
         if isinstance(parameter, DTensor):
             yield name, parameter, parameter
     paths = {module: f"{path}." if path else "" for path, module in experts.named_modules()}
-    states = [reference() for reference in list(_module_state_mapping.values())]
-    for each in [each for state in states for group in _groups(state) for each in group.fsdp_params]:
+    for each in _fsdp_params():
         info = each._module_info
         modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
         for module, name in zip(modules, names, strict=True):
             if module in paths:
                 yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
+
+
+def awaits_average(parameters: Iterable[nn.Parameter]) -> bool:
+    """Returns whether FSDP2 keeps gradients of one of these parameters whole, as it does for all microbatches
+    but the last with set_requires_gradient_sync(False)."""
+    wanted = {id(each) for each in parameters}
+    kept = (
+        (each.unsharded_accumulated_grad, getattr(each, "_unsharded_param", None))
+        for each in _fsdp_params()
+        if id(each.sharded_param) in wanted
+    )
+    return any(sums is not None or (own is not None and own.grad is not None) for sums, own in kept)
+
+
+def _fsdp_params() -> list[Any]:
+    """Returns what all FSDP states know of their parameters."""
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    return [each for state in states for group in _groups(state) for each in group.fsdp_params]
 
 
 def _groups(state: Any) -> list[Any]:

@@ -7,6 +7,7 @@ an expert with many tokens may go to a rank whose experts have few.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from moecomm.arguments import require_number
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.nn.layer import MoELayer
+from moecomm.parallel.shards import awaits_average
 from moecomm.train.agreement import agree
 from moecomm.train.model_parts import ModelParts, local
 from moecomm.train.replicas import find_replicas, model_group
 from moecomm.types import AnyGroup, Group
+
+UNAVERAGED = (
+    "FSDP2 has gradients of routers that it has not averaged yet (set_requires_gradient_sync(False)), whose "
+    "rows would stay where they are: call this after the step's last backward"
+)
 
 
 class Rebalanced(NamedTuple):
@@ -56,42 +63,46 @@ def rebalance_experts(
         model: has the MoELayers. Others than those whose experts are spread over ranks stay as they are.
         optimizers: all that have the parameters of experts and routers.
         loads: for each MoELayer, in the order of `model.modules()`, (E,) tokens of this rank that chose each
-            expert, over many microbatches if possible; None: those of the last forward.
+            expert, over many microbatches if possible, or means of them; None: those of the last forward.
         group: all ranks that bring tokens to a step; None: all ranks, or those of the pipeline stage.
-        tolerance: at least 0.
+        tolerance: at least 0, the same on all ranks.
 
     Returns what was done by the name of each layer in which experts have moved; the same on all ranks.
 
     Before anything has moved it raises, on all ranks: Unsupported for layers that share weights, with experts
     that are sharded by FSDP2 or split over ETP ranks, and with routers that choose groups of experts first
-    (num_groups), and for states that have no part for each expert (Adafactor's); InvalidArgument for loads of
-    a wrong shape and put-off gradients; MismatchedArguments if ranks hold other gradients or states.
+    (num_groups) or have other parameters than weight and bias, and for states that have no part for each
+    expert (Adafactor's); InvalidArgument for loads that are no (E,) numbers of at least 0, gradients that are
+    put off or that FSDP2 has not averaged yet, and optimizers with parameters outside of the model;
+    MismatchedArguments if ranks hold other gradients or states, or have frozen other experts.
     """
-    require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
-    parts, states = ModelParts(model), states_of(optimizers)
+    parts = ModelParts(model)
     spread = parts.spread_layers
     held: list[Movable] = []
 
     def check() -> list[str]:
-        given = _loads_of(parts.layers, loads)
+        bound = require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
+        given, states = _loads_of(parts.layers, loads), states_of(optimizers, parts.named.values())
         own = [
             each for layer in spread for part in (layer.experts, layer.router) for each in part.parameters()
         ]
         if len(set(own)) < len(own):
             raise Unsupported("MoELayers share experts or routers, which would have to move for both of them")
+        if awaits_average(own):
+            raise InvalidArgument(UNAVERAGED)
         for layer in spread:
             name, of_experts = parts.modules[layer], parts.shares_of(layer).spread
             _refuse(name, layer, of_experts.values())
             experts = (*of_experts.items(), *layer.experts.named_buffers())
             router = (*layer.router.named_parameters(), *layer.router.named_buffers())
             held.append(Movable(name, layer.comm.group, given[layer], experts, router, states))
-        return [words for each in held for words in each.words]
+        return [f"tolerance {bound}", *(words for each in held for words in each.words)]
 
     if not spread:
         check()
         return {}
     over = model_group(parts.layers, group)
-    agree(over, parts.device, "ranks would exchange different tensors of experts", check)
+    agree(over, parts.device, "ranks would exchange experts otherwise", check)
     find_replicas(parts.layers, over)  # refuses a group that lacks ranks of a layer
     done = exchange(held, over, tolerance)
     for layer in spread:
@@ -108,7 +119,7 @@ def exchange(held: Sequence[Movable], over: Group | None, tolerance: float) -> d
     done = {}
     for each, load_E in zip(held, total.cpu().split([len(each.load_E) for each in held]), strict=True):
         ranks = dist.get_world_size(each.group)
-        order = exchanged(load_E, ranks, tolerance)
+        order = exchanged(load_E, ranks, float(tolerance))
         before, after = (float(way.view(ranks, -1).sum(1).max()) for way in (load_E, load_E[order]))
         if after < before:
             each.move(order)
@@ -134,7 +145,7 @@ def exchanged(load_E: Tensor, ranks: int, tolerance: float) -> list[int]:
         first, second = divmod(int((moves - apart / 2).abs().argmin()), load_RL.shape[1])
         moved = float(moves[first, second])
         # Each exchange brings the two nearer by a least amount: so it ends, and no weights travel for little.
-        if rows[busy] <= rows.mean() + least or min(moved, apart - moved) <= max(least / 4, 0):
+        if rows[busy] <= rows.mean() + least or not min(moved, apart - moved) > least / 4:
             return order
         one, other = busy * load_RL.shape[1] + first, idle * load_RL.shape[1] + second
         order[one], order[other] = order[other], order[one]
@@ -149,11 +160,11 @@ class Movable:
         name: str,
         group: Group | None,
         load_E: Tensor,
-        experts: Iterable[tuple[str, Tensor]],
-        router: Iterable[tuple[str, Tensor]],
+        experts: Sequence[tuple[str, Tensor]],
+        router: Sequence[tuple[str, Tensor]],
         states: States,
     ) -> None:
-        """group: the ranks that share out the experts, in their order. load_E: int64, of this rank's tokens.
+        """group: the ranks that share out the experts, in their order. load_E: of this rank's tokens, float64.
         experts, router: names and tensors, whose first dimensions are this rank's experts, and all."""
         self.name, self.group, self.load_E = name, group, load_E
         backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
@@ -168,12 +179,9 @@ class Movable:
         self.of_router = [
             part for own, each in router for part in _parts(f"{name}.router.{own}", each, states, len(load_E))
         ]
-
-    @property
-    def words(self) -> list[str]:
-        """Describes the tensors; the same on all ranks that exchange experts."""
         every = (*self.of_experts, *self.of_router)
-        return [f"{self.name}: {each.dtype} {tuple(each.shape)}" for each in every]
+        self.words = [f"{name}: {each.dtype} {tuple(each.shape)}" for each in every]
+        self.words += [f"{name}: trained {own}" for own, each in experts if each.requires_grad]
 
     def move(self, order: list[int]) -> None:
         """Gives the experts the numbers of `order`, on all ranks of the group together."""
@@ -203,37 +211,70 @@ class Movable:
             tensor.copy_(permuted(tensor, order))
 
 
-States = dict[Tensor, dict[str, Any]]
+States = dict[Tensor, dict[tuple[str, int], Any]]
+"""For each parameter, its states by name and number of the optimizer."""
 
 
-def states_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> States:
-    every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    return {parameter: state for each in every for parameter, state in each.state.items()}
+def states_of(
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], parameters: Iterable[Tensor]
+) -> States:
+    """Raises InvalidArgument for what is no optimizer, and one with parameters that are not the model's:
+    copies of experts would stay behind."""
+    every = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    own, states = set(parameters), States()
+    for number, each in enumerate(every):
+        if not isinstance(each, torch.optim.Optimizer):
+            raise InvalidArgument(f"optimizers has a {type(each).__name__}, must have optimizers of torch")
+        outside = [one for group in each.param_groups for one in group["params"] if one not in own]
+        if outside:
+            raise InvalidArgument(
+                f"an optimizer has {len(outside)} parameters that are not in the model, one of shape "
+                f"{tuple(outside[0].shape)}: copies of experts, in float32 for example, would stay behind. "
+                "Pass a model that has all of them, an nn.ModuleList of several for example"
+            )
+        for parameter, state in each.state.items():
+            if isinstance(parameter, Tensor):
+                states.setdefault(parameter, {}).update({(key, number): one for key, one in state.items()})
+    return states
 
 
 def _loads_of(layers: Sequence[MoELayer], loads: Sequence[Tensor] | None) -> dict[MoELayer, Tensor]:
-    """Returns each layer's load on its device."""
-    own = [layer.last_tokens_per_expert for layer in layers]
-    given = own if loads is None else [torch.as_tensor(each) for each in loads]
+    """Returns each layer's load on its device, in float64."""
+    given: list[Tensor] = [layer.last_tokens_per_expert for layer in layers]
+    if loads is not None:
+        try:
+            given = [torch.as_tensor(each).double() for each in loads]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidArgument(f"loads has no tensors of numbers: {error}") from None
     wanted = [(layer.config.num_experts,) for layer in layers]
     if (found := [tuple(each.shape) for each in given]) != wanted:
         raise InvalidArgument(f"loads have shapes {found}, must have {wanted}, one for each MoELayer")
-    return {layer: each.to(layer.comm.device, torch.int64) for layer, each in zip(layers, given, strict=True)}
+    if loads is not None and not all(bool(((each >= 0) & each.isfinite()).all()) for each in given):
+        raise InvalidArgument("loads have a number that is negative or not finite")
+    return {
+        layer: each.to(layer.comm.device, torch.float64) for layer, each in zip(layers, given, strict=True)
+    }
 
 
 def _parts(name: str, tensor: Tensor, states: States, experts: int) -> Iterator[Tensor]:
     """Yields a parameter or buffer, its gradients, and its states in optimizers that are not one number for
     all experts. All have `experts` in their first dimension, of a DTensor those of this rank or of all."""
-    whole = {"": tensor, ".grad": tensor.grad, ".main_grad": getattr(tensor, "main_grad", None)}
-    state = {f"'s {key}": each for key, each in states.get(tensor, {}).items() if isinstance(each, Tensor)}
-    numbers = {key for key, each in state.items() if each.numel() == 1 and each.shape != tensor.shape}
-    for key, each in (whole | state).items():
-        if each is None or key in numbers:
+    whole = [("", tensor), (".grad", tensor.grad), (".main_grad", getattr(tensor, "main_grad", None))]
+    state = [
+        (f"'s {key}", each)
+        for (key, _), each in states.get(tensor, {}).items()
+        if not isinstance(each, Number | str)
+        and not (isinstance(each, Tensor) and each.numel() == 1 and each.shape != tensor.shape)
+    ]
+    for key, each in whole + state:
+        if each is None:
             continue
-        if each.dim() == 0 or experts not in (each.shape[0], local(each).shape[0]):
+        shapes = [tuple(one.shape) for one in (each, local(each))] if isinstance(each, Tensor) else [()]
+        if (experts,) not in [shape[:1] for shape in shapes]:
+            kind = f"has shape {shapes[0]}" if isinstance(each, Tensor) else f"is a {type(each).__name__}"
             raise Unsupported(
-                f"{name}{key} has shape {tuple(each.shape)}, must have the {experts} experts in its first "
-                "dimension, so that one can be moved"
+                f"{name}{key} {kind}, must be a tensor with the {experts} experts in its first dimension, so "
+                "that one can be moved"
             )
         yield each
 
@@ -243,6 +284,12 @@ def _refuse(name: str, layer: MoELayer, of_experts: Iterable[Tensor]) -> None:
         raise InvalidArgument(
             f"{name} has gradients of experts' weights that are still put off: call "
             "moecomm.nn.backward_weights(model) before"
+        )
+    own = {each for each, _ in layer.router.named_parameters()}
+    if not own or own - {"weight", "bias"}:
+        raise Unsupported(
+            f"{name}.router has the parameters {sorted(own)}, must have weight, and may have bias: others do "
+            "not tell how to renumber experts"
         )
     if any(isinstance(each, DTensor) for each in of_experts):
         raise Unsupported(f"{name} has experts that FSDP2 has sharded: these stay where they are")

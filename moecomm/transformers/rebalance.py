@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.arguments import require_module, require_number
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.parallel.shards import awaits_average
 from moecomm.train.agreement import agree
-from moecomm.train.rebalance import Movable, Rebalanced, States, exchange, permuted, states_of
+from moecomm.train.rebalance import UNAVERAGED, Movable, Rebalanced, States, exchange, permuted, states_of
 from moecomm.transformers.implementation import MoecommEP
 
 _ROUTERS = ("gate", "router")
@@ -40,12 +41,10 @@ def rebalance_experts(
     that choose groups of experts first; InvalidArgument before the first forward. Other arguments, errors:
     `moecomm.train.rebalance_experts`.
     """
-    require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
     require_module(model)
     for each in model.modules():
         if isinstance(each, FSDPModule):
             each.reshard()  # an evaluation leaves the outermost unit unsharded
-    states = states_of(optimizers)
     found = [(name, each.moecomm) for name, each in model.named_modules() if hasattr(each, "moecomm")]
     if not found:
         raise InvalidArgument('model has no experts that run by ep_implementation="moecomm"')
@@ -53,12 +52,16 @@ def rebalance_experts(
     routers: list[nn.Module] = []
 
     def check() -> list[str]:
+        bound = require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
+        states = states_of(optimizers, model.parameters())
         for name, ep in found:
             routers.append(_router_beside(model, name))
             held.append(_movable(name, ep, routers[-1], states))
-        return [words for each in held for words in each.words]
+        if awaits_average(each for router in routers for each in router.parameters()):
+            raise InvalidArgument(UNAVERAGED)
+        return [f"tolerance {bound}", *(words for each in held for words in each.words)]
 
-    device, about = next(model.parameters()).device, "ranks would exchange different tensors of experts"
+    device, about = next(model.parameters()).device, "ranks would exchange experts otherwise"
     agree(None, device, about, check)
     whole = [dict(_whole(router)) for router in routers]  # all ranks gather, whatever they find
 
@@ -87,7 +90,7 @@ def _movable(name: str, ep: MoecommEP, router: nn.Module, states: States) -> Mov
         raise Unsupported(f"{block} has experts of which other ranks have copies: these stay where they are")
     if (ids_TK := ep.last_ids_TK) is None:
         raise InvalidArgument(f"{block} has not run: call rebalance_experts after a forward")
-    load_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=ep.num_experts)
+    load_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=ep.num_experts).double()
     group, experts = ep.ep_mesh.get_group(), ep.experts
     return Movable(block, group, load_E, _tensors_of(experts), _tensors_of(router), states)
 

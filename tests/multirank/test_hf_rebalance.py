@@ -25,7 +25,7 @@ STAYS = {
     "deepseek_v3": "groups of experts",
     "glm4_moe": "groups of experts",
     "dots1": "groups of experts",
-    "ernie4_5_moe": "must have the 8 experts in its first dimension",
+    "ernie4_5_moe": "must be a tensor with the 8 experts in its first dimension",
 }
 
 

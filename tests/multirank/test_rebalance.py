@@ -1,6 +1,7 @@
 """Experts that change places between ranks: training goes on as if they had not, with rows more alike."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, sync_gradients, update_expert_bias
 from moecomm.train import rebalance_experts
@@ -50,6 +52,17 @@ class Model(nn.Module):
         for layer in self.layers:
             x_TH = x_TH + layer(x_TH)
         return x_TH
+
+
+class Square(nn.Module):
+    """Adds a product that has the experts in both dimensions of a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(EXPERTS, EXPERTS, dtype=torch.float64))
+
+    def forward(self, weight_EH: Tensor) -> Tensor:
+        return weight_EH + self.a @ weight_EH
 
 
 def _tokens(rank: int, seed: int, step: int) -> Tensor:
@@ -138,11 +151,11 @@ def test_gradients_and_given_loads(rank: int, size: int, seed: int) -> None:
     before = copy.deepcopy({name: each.grad for name, each in model.named_parameters()})
     loads = [torch.tensor([9, 1, 1, 1, 1, 1, 1, 1]) * (rank + 1), torch.ones(EXPERTS)]
     assert rebalance_experts(model, loads=loads) == {}, "no exchange brings ranks nearer"
-    loads[0] = torch.tensor([5, 4, 4, 3, 1, 1, 1, 1]) if rank else torch.zeros(EXPERTS)
+    loads[0] = torch.tensor([5, 4, 4, 3, 1, 1, 1, 1]) / 20 if rank else torch.zeros(EXPERTS)
     done = rebalance_experts(model, loads=loads)
     order = exchanged(torch.tensor([5, 4, 4, 3, 1, 1, 1, 1]), 2, 0.02)
     assert list(done) == ["layers.0"] and done["layers.0"].order == order
-    assert done["layers.0"].before == 1.6 and done["layers.0"].after < 1.3
+    assert done["layers.0"].before == pytest.approx(1.6) and done["layers.0"].after < 1.3
     layer = model.layers[0]
     for name, own in layer.experts.named_parameters():
         both = [torch.empty_like(own) for _ in range(2)]
@@ -166,14 +179,29 @@ def test_what_cannot_be_moved_is_refused(rank: int, size: int, seed: int) -> Non
     wrong = [*loads[:1], torch.ones(EXPERTS + rank)]
     refused(lambda: rebalance_experts(model, loads=wrong), "loads have shapes" if rank else "rank 1 raises")
     refused(lambda: rebalance_experts(model, tolerance=-1), "tolerance is -1")
+    for number, bad in enumerate(
+        ([["a"] * EXPERTS], 5, [[-1.0] * EXPERTS] * 2, [[float("nan")] * EXPERTS] * 2)
+    ):
+        given: Any = bad if rank else loads
+        text = "loads has no tensors of numbers" if number < 2 else "negative or not finite"
+        refused(lambda given=given: rebalance_experts(model, loads=given), text)  # type: ignore[misc]
+    refused(lambda: rebalance_experts(model, loads=loads, tolerance=-rank), "tolerance is -1")
+    refused(lambda: rebalance_experts(model, loads=loads, tolerance=rank), name="MismatchedArguments")
+    copies = torch.optim.SGD([each.detach().float() for each in model.parameters()], lr=0.1)
+    refused(lambda: rebalance_experts(model, copies, loads), "parameters that are not in the model")
+    refused(lambda: rebalance_experts(model, [None], loads), "optimizers has a NoneType")  # type: ignore[list-item]
+    model.layers[0].experts.w_in.requires_grad_(rank == 0)
+    refused(lambda: rebalance_experts(model, loads=loads), "trained w_in", name="MismatchedArguments")
+    model.layers[0].experts.w_in.requires_grad_()
     alone = [dist.new_group([each]) for each in range(size)][rank]
     refused(lambda: rebalance_experts(model, loads=loads, group=alone), "the EP groups of a layer")
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     own.state[model.layers[0].experts.w_in]["flat"] = torch.zeros(7)
     refused(lambda: rebalance_experts(model, own, loads), "w_in's flat has shape (7,)", name="Unsupported")
-    if rank:
-        own.state.clear()
-    else:
+    own.state[model.layers[0].experts.w_in] = {"several": [torch.zeros(EXPERTS // size)]}
+    refused(lambda: rebalance_experts(model, own, loads), "w_in's several is a list", name="Unsupported")
+    own.state.clear()
+    if not rank:
         own.state[model.layers[0].experts.w_in]["flat"] = torch.zeros(EXPERTS // size, 3)
     refused(lambda: rebalance_experts(model, own, loads), name="MismatchedArguments")
     assert all(
@@ -182,6 +210,11 @@ def test_what_cannot_be_moved_is_refused(rank: int, size: int, seed: int) -> Non
     tied = Model(None, seed)
     tied.layers[1].router = tied.layers[0].router
     refused(lambda: rebalance_experts(tied), "share experts or routers", name="Unsupported")
+    adapted = Model(None, seed)
+    parametrize.register_parametrization(adapted.layers[0].router, "weight", Square())
+    refused(
+        lambda: rebalance_experts(adapted, loads=loads), "parametrizations.weight.0.a", name="Unsupported"
+    )
     deferred = Model(None, seed, overlap=OverlapConfig(defer_weights=True))
     deferred(_tokens(rank, seed, 0)).sum().backward()
     refused(lambda: rebalance_experts(deferred), "backward_weights(model)")
@@ -193,6 +226,20 @@ def test_sharded_experts_are_refused(rank: int, size: int, seed: int) -> None:
     model = wrapped(Model(group, seed), "fsdp")
     loads = [torch.arange(EXPERTS), torch.ones(EXPERTS)]
     refused(lambda: rebalance_experts(model, loads=loads), "FSDP2 has sharded", name="Unsupported")
+
+
+@on_ranks(2)
+def test_gradients_that_fsdp_has_not_averaged_are_refused(rank: int, size: int, seed: int) -> None:
+    """Those of routers are whole then, in a tensor of FSDP2."""
+    model = wrapped(Model(None, seed), "fsdp")
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model(_tokens(rank, seed, 0)).square().mean().backward()
+        if not last:
+            refused(
+                lambda: rebalance_experts(model), "FSDP2 has gradients of routers that it has not averaged"
+            )
+    assert rebalance_experts(model)
 
 
 def test_exchanges(seed: int) -> None:
@@ -215,4 +262,5 @@ def test_exchanges(seed: int) -> None:
             gain = torch.minimum(moved, apart - moved).max()
             mean = after_R.mean()
             assert after_R.max() <= (1 + tolerance) * mean or gain <= tolerance * mean / 4
-    assert exchanged(torch.zeros(6), 3, 0.0) == list(range(6))
+    for tolerance in (0.0, math.inf):
+        assert exchanged(torch.zeros(6), 3, tolerance) == list(range(6))
