@@ -164,7 +164,7 @@ class Movable:
         router: Sequence[tuple[str, Tensor]],
         states: States,
     ) -> None:
-        """group: the ranks that share out the experts, in their order. load_E: of this rank's tokens, float64.
+        """group: the ranks that share out the experts, in their order. load_E: this rank's tokens, float64.
         experts, router: names and tensors, whose first dimensions are this rank's experts, and all."""
         self.name, self.group, self.load_E = name, group, load_E
         backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))

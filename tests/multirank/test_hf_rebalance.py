@@ -92,7 +92,11 @@ def test_other_refusals(rank: int, size: int, folders: Path, seed: int) -> None:
 
     folder, tokens = saved_once(folders, "qwen3_moe"), batch_of(rank, seed)
     refused(lambda: rebalance_experts(torch.nn.Linear(2, 2)), "ep_implementation")
-    refused(lambda: rebalance_experts(torch.nn.Linear(2, 2), tolerance=math.nan), "tolerance is nan")
+    parallel = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)
+    bad = math.nan if rank else 0.0
+    refused(
+        lambda: rebalance_experts(parallel, tolerance=bad), "has not run" if not rank else "tolerance is nan"
+    )
     peft = pytest.importorskip("peft")
     for weights in (["gate.weight"], EXPERTS):
         config = peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=weights)
