@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moecomm.arguments import require_number
 from moecomm.errors import InvalidArgument, Unsupported
@@ -71,10 +72,11 @@ def rebalance_experts(
 
     Before anything has moved it raises, on all ranks: Unsupported for layers that share weights, with experts
     that are sharded by FSDP2 or split over ETP ranks, and with routers that choose groups of experts first
-    (num_groups) or have other parameters than weight and bias, and for states that have no part for each
-    expert (Adafactor's); InvalidArgument for loads that are no (E,) numbers of at least 0, gradients that are
-    put off or that FSDP2 has not averaged yet, and optimizers with parameters outside of the model;
-    MismatchedArguments if ranks hold other gradients or states, or have frozen other experts.
+    (num_groups), choose by number (force_balanced) or have other parameters than weight and bias, for buffers
+    of parametrizations, and for states that have no part for each expert (Adafactor's); InvalidArgument for
+    loads that are no (E,) numbers of at least 0, gradients that are put off or that FSDP2 has not averaged
+    yet, and optimizers with parameters outside of the model; MismatchedArguments if ranks hold other
+    gradients or states, or have frozen other experts.
     """
     parts = ModelParts(model)
     spread = parts.spread_layers
@@ -179,8 +181,9 @@ class Movable:
         self.of_router = [
             part for own, each in router for part in _parts(f"{name}.router.{own}", each, states, len(load_E))
         ]
-        every = (*self.of_experts, *self.of_router)
-        self.words = [f"{name}: {each.dtype} {tuple(each.shape)}" for each in every]
+        # Plain tensors of a router are permuted by each rank alone.
+        together = (*self.of_experts, *(each for each in self.of_router if isinstance(each, DTensor)))
+        self.words = [f"{name}: {each.dtype} {tuple(each.shape)}" for each in together]
         self.words += [f"{name}: trained {own}" for own, each in experts if each.requires_grad]
 
     def move(self, order: list[int]) -> None:
@@ -232,7 +235,8 @@ def states_of(
                 f"{tuple(outside[0].shape)}: copies of experts, in float32 for example, would stay behind. "
                 "Pass a model that has all of them, an nn.ModuleList of several for example"
             )
-        for parameter, state in each.state.items():
+        within = getattr(each, "optim", each)  # of a ZeroRedundancyOptimizer: it has this rank's states
+        for parameter, state in within.state.items():
             if isinstance(parameter, Tensor):
                 states.setdefault(parameter, {}).update({(key, number): one for key, one in state.items()})
     return states
@@ -269,9 +273,11 @@ def _parts(name: str, tensor: Tensor, states: States, experts: int) -> Iterator[
     for key, each in whole + state:
         if each is None:
             continue
-        shapes = [tuple(one.shape) for one in (each, local(each))] if isinstance(each, Tensor) else [()]
-        if (experts,) not in [shape[:1] for shape in shapes]:
-            kind = f"has shape {shapes[0]}" if isinstance(each, Tensor) else f"is a {type(each).__name__}"
+        # Other subclasses, such as states in 8 bits, may refuse to be indexed, or give copies.
+        indexed = isinstance(each, Tensor) and not is_traceable_wrapper_subclass(each)
+        shape = tuple(each.shape) if indexed or isinstance(each, DTensor) else None
+        if shape is None or experts not in (*shape[:1], *local(each).shape[:1]):
+            kind = f"is a {type(each).__name__}" if shape is None else f"has shape {shape}"
             raise Unsupported(
                 f"{name}{key} {kind}, must be a tensor with the {experts} experts in its first dimension, so "
                 "that one can be moved"
@@ -297,6 +303,10 @@ def _refuse(name: str, layer: MoELayer, of_experts: Iterable[Tensor]) -> None:
         raise Unsupported(
             f"{name} has experts split over {layer.folding.etp} ETP ranks: these stay where they are"
         )
+    if inner := [own for own, _ in layer.experts.named_buffers() if "parametrizations." in own]:
+        raise Unsupported(f"{name}.experts.{inner[0]} is a buffer, and may be of each expert or of all")
+    if layer.config.force_balanced:
+        raise Unsupported(f"{name} has force_balanced=True: tokens go to numbers, whichever expert has one")
     if layer.config.num_groups is not None:
         raise Unsupported(f"{name} chooses groups of experts (num_groups), in which each expert has to stay")
 

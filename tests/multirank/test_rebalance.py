@@ -1,6 +1,7 @@
 """Experts that change places between ranks: training goes on as if they had not, with rows more alike."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, sync_gradients, update_expert_bias
 from moecomm.train import rebalance_experts
@@ -63,6 +66,17 @@ class Square(nn.Module):
 
     def forward(self, weight_EH: Tensor) -> Tensor:
         return weight_EH + self.a @ weight_EH
+
+
+class Shift(nn.Module):
+    """Adds the same numbers on all ranks, as many as a rank has experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift_L11", torch.arange(4.0, dtype=torch.float64).view(4, 1, 1))
+
+    def forward(self, weight_LAB: Tensor) -> Tensor:
+        return weight_LAB + self.shift_L11
 
 
 def _tokens(rank: int, seed: int, step: int) -> Tensor:
@@ -169,6 +183,28 @@ def test_gradients_and_given_loads(rank: int, size: int, seed: int) -> None:
 
 
 @on_ranks(2)
+def test_states_that_one_rank_has_of_a_router(rank: int, size: int, seed: int) -> None:
+    """A ZeroRedundancyOptimizer keeps them in an optimizer of its own."""
+    model = Model(None, seed)
+    routers = ZeroRedundancyOptimizer(
+        [each.router.weight for each in model.layers], torch.optim.AdamW, lr=0.1
+    )
+    experts = torch.optim.AdamW([each.experts.w_in for each in model.layers], lr=0.1)
+    model(_tokens(rank, seed, 0)).square().mean().backward()
+    sync_gradients(model)
+    for each in (routers, experts):
+        each.step()
+    states = routers.optim.state
+    before = {weight: own["exp_avg"].clone() for weight, own in states.items()}
+    assert len(before) == 1
+    done = rebalance_experts(model, [routers, experts])
+    for number, layer in enumerate(model.layers):
+        if layer.router.weight in before:
+            wanted = before[layer.router.weight][done[f"layers.{number}"].order]
+            assert torch.equal(states[layer.router.weight]["exp_avg"], wanted)
+
+
+@on_ranks(2)
 def test_what_cannot_be_moved_is_refused(rank: int, size: int, seed: int) -> None:
     """On all ranks, and nothing has moved."""
     model = Model(None, seed)
@@ -200,6 +236,8 @@ def test_what_cannot_be_moved_is_refused(rank: int, size: int, seed: int) -> Non
     refused(lambda: rebalance_experts(model, own, loads), "w_in's flat has shape (7,)", name="Unsupported")
     own.state[model.layers[0].experts.w_in] = {"several": [torch.zeros(EXPERTS // size)]}
     refused(lambda: rebalance_experts(model, own, loads), "w_in's several is a list", name="Unsupported")
+    own.state[model.layers[0].experts.w_in] = {"pair": TwoTensor(torch.zeros(4, 3), torch.zeros(4, 3))}
+    refused(lambda: rebalance_experts(model, own, loads), "w_in's pair is a TwoTensor", name="Unsupported")
     own.state.clear()
     if not rank:
         own.state[model.layers[0].experts.w_in]["flat"] = torch.zeros(EXPERTS // size, 3)
@@ -215,6 +253,13 @@ def test_what_cannot_be_moved_is_refused(rank: int, size: int, seed: int) -> Non
     refused(
         lambda: rebalance_experts(adapted, loads=loads), "parametrizations.weight.0.a", name="Unsupported"
     )
+    buffered, forced = Model(None, seed), Model(None, seed)
+    parametrize.register_parametrization(buffered.layers[0].experts, "w_in", Shift())
+    refused(
+        lambda: rebalance_experts(buffered, loads=loads), "w_in.0.shift_L11 is a buffer", name="Unsupported"
+    )
+    forced.layers[0].config = dataclasses.replace(CONFIG, force_balanced=True)
+    refused(lambda: rebalance_experts(forced, loads=loads), "force_balanced=True", name="Unsupported")
     deferred = Model(None, seed, overlap=OverlapConfig(defer_weights=True))
     deferred(_tokens(rank, seed, 0)).sum().backward()
     refused(lambda: rebalance_experts(deferred), "backward_weights(model)")
