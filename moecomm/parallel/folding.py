@@ -16,10 +16,10 @@ from moecomm.parallel.grid import Grid
 from moecomm.types import Group
 
 _ORDER = "tp-cp-ep-dp-pp"
-# By grid dimension, the field of ParallelFolding with its size; DP and EDP follow from world_size.
-_DENSE = {"pp": "pp", "tp": "tp", "cp": "cp"}
-_EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep"}
-_EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+# By dimension of `order`, its name in the dense and in the expert grid. The size of the last follows from the
+# others and world_size.
+_DENSE = {"pp": "pp", "tp": "tp", "cp": "cp", "dp": "dp"}
+_EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep", "dp": "edp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +89,16 @@ class ParallelFolding:
                 f"order is {self.order!r}, expected each of {', '.join(names)} once, joined by '-', the "
                 f"innermost first, such as {_ORDER!r}; one of size 1 may stand anywhere"
             )
-        for sizes, rest in ((_DENSE, "DP"), (_EXPERT, "EDP")):
+        for grid_names in (_DENSE, _EXPERT):
+            *sizes, rest = grid_names.values()
             left, divided = self.world_size, ""
-            for name in sizes.values():
+            for name in sizes:
                 size = getattr(self, name)
                 if left % size:
                     whole = f"world_size / ({divided})" if divided else "world_size"
                     raise InvalidArgument(
-                        f"{name} is {size}, expected a divisor of {whole} = {left}, for {rest} = "
-                        f"world_size / ({' * '.join(sizes.values())}) to be a whole number. These sizes fit "
+                        f"{name} is {size}, expected a divisor of {whole} = {left}, for {rest.upper()} = "
+                        f"world_size / ({' * '.join(sizes)}) to be a whole number. These sizes fit "
                         f"a world_size that is a multiple of {self.smallest_world}"
                     )
                 left //= size
@@ -130,15 +131,12 @@ class ParallelFolding:
         """The dense and the expert grid. Both follow `order`, like Megatron-Core's two RankGenerators: the
         dense grid leaves out `ep`; the expert grid leaves out `cp`, and has ETP in place of TP and EDP in
         place of DP."""
-        order = self.order.split("-")
-        dense = {name: getattr(self, each) for name, each in _DENSE.items()} | {"dp": self.dp}
-        expert = {name: getattr(self, each) for name, each in _EXPERT.items()} | {"dp": self.edp}
-        in_dense = [name for name in order if name in dense]
-        in_expert = [name for name in order if name in expert]
-        return (
-            Grid(tuple(in_dense), tuple(dense[name] for name in in_dense)),
-            Grid(tuple(_EXPERT_NAMES[name] for name in in_expert), tuple(expert[name] for name in in_expert)),
-        )
+
+        def grid(grid_names: dict[str, str]) -> Grid:
+            names = tuple(grid_names[each] for each in self.order.split("-") if each in grid_names)
+            return Grid(names, tuple(getattr(self, name) for name in names))
+
+        return grid(_DENSE), grid(_EXPERT)
 
     def size(self, dims: str) -> int:
         """Returns the number of ranks in a group over a set of dimensions."""
