@@ -40,6 +40,7 @@ from moecomm.arguments import weight_dtype
 from moecomm.autograd.functions import combine_backward, dispatch_backward
 from moecomm.backends.base import Backend, DispatchCall, TensorPlan
 from moecomm.errors import CommunicatorClosed
+from moecomm.kernels import operators
 
 Tensors = tuple[Tensor, ...]
 
@@ -207,9 +208,6 @@ def _combine_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 # -- registration ----------------------------------------------------------------------------------------
 
 _PLAN = "Tensor plan, SymInt num_tokens, SymInt num_rows"
-_library = torch.library.Library("moecomm", "DEF")
-
-
 _PLACE = "partitioner_tag"
 """The key under which a traced node says whether it belongs to a forward or a backward."""
 
@@ -235,11 +233,8 @@ def _define(
 ) -> None:
     """Defines `name` and `name`_in_order; a call of `name`, traced or not, calls `name`_in_order."""
     tensors = ", ".join(["Tensor"] * results)
-    _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"
-    _library.define(f"{ordered}(Tensor token, {arguments}) -> (Tensor, {tensors})")
-    _library.impl(ordered, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moecomm::{ordered}", fake, lib=_library)
+    operators.define(f"{ordered}(Tensor token, {arguments}) -> (Tensor, {tensors})", run, fake)
     operator = has_side_effect(getattr(torch.ops.moecomm, ordered).default)
 
     def in_order(*values: Any) -> Any:
@@ -253,7 +248,8 @@ def _define(
             _last_tokens[mode.tracer] = token
         return found[0] if results == 1 else tuple(found)
 
-    _library.impl(name, in_order, "CompositeImplicitAutograd")
+    operators.LIBRARY.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
+    operators.LIBRARY.impl(name, in_order, "CompositeImplicitAutograd")
 
 
 _define(
@@ -279,8 +275,8 @@ _define(
     _fake_combine_backward,
 )
 torch.library.register_autograd(
-    "moecomm::dispatch_in_order", _dispatch_gradients, setup_context=_keep_for_dispatch, lib=_library
+    "moecomm::dispatch_in_order", _dispatch_gradients, setup_context=_keep_for_dispatch, lib=operators.LIBRARY
 )
 torch.library.register_autograd(
-    "moecomm::combine_in_order", _combine_gradients, setup_context=_keep_for_combine, lib=_library
+    "moecomm::combine_in_order", _combine_gradients, setup_context=_keep_for_combine, lib=operators.LIBRARY
 )

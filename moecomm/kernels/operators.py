@@ -1,4 +1,4 @@
-"""Functions that define the experts' operators for torch, and that load the operators' GPU kernels."""
+"""Functions that define the operators of moecomm for torch, and that load the GPU kernels of experts."""
 
 from __future__ import annotations
 
