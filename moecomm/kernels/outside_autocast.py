@@ -21,15 +21,9 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
     return torch.autocast(device_type, enabled=False)
 
 
-def needs_care(kind: str) -> bool:
-    """Returns True if autocast is on for this type of device, so that the backward may run within autocast
-    too. Call this before turning autocast off."""
-    return torch.is_autocast_enabled(kind)
-
-
 def matmul(x_TA: Tensor, weight: Tensor, care: bool) -> Tensor:
     """Returns x @ weight, for a weight (A, B) or (A,), in the dtype of its operands. Call it with autocast
-    turned off; `care`: the result of `needs_care`."""
+    turned off; `care`: whether it was on before, so that the backward may run within autocast too."""
     if not care:
         return x_TA @ weight
     if weight.dim() == 1:

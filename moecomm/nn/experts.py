@@ -18,7 +18,7 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.engine import make_products
-from moecomm.kernels.outside_autocast import matmul, needs_care
+from moecomm.kernels.outside_autocast import matmul
 from moecomm.kernels.parameters import (
     ExpertPart,
     has_part_for_each,
@@ -342,7 +342,7 @@ class SharedExperts(nn.Module):
         """Maps (T, H) of the weights' dtype to (T, H). `run`: as in GroupedExperts.forward."""
         if run is not None:
             return run(x_TH)
-        care = needs_care(x_TH.device.type)
+        care = torch.is_autocast_enabled(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
             w_in = self.w_in
             _require_rows(x_TH, self.config.hidden, w_in)

@@ -16,7 +16,7 @@ from moecomm.autograd.repeated import RepeatedForwards
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels import choices
-from moecomm.kernels.outside_autocast import matmul, needs_care, without_autocast
+from moecomm.kernels.outside_autocast import matmul, without_autocast
 from moecomm.kernels.parameters import init_shared_weight
 from moecomm.kernels.routing import route, routes_here
 from moecomm.nn.config import MoEConfig
@@ -130,7 +130,7 @@ class TopKRouter(nn.Module):
         gaps = mask is not None or topk_idx is not None
         if not gaps and self._is_plain and routes_here(x_TH, self.weight, config.top_k):
             return self._route_by_kernel(x_TH, seq_len, cu_seqlens, again)
-        care = needs_care(x_TH.device.type)
+        care = torch.is_autocast_enabled(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
             if self.training and config.jitter > 0:
