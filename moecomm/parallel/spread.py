@@ -39,11 +39,6 @@ def shares_of(layer: Any) -> Shares:
     return shares
 
 
-def spread_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Returns the parameters of a layer's experts that belong to this rank's experts alone."""
-    return shares_of(layer).spread
-
-
 def _is_spread(layer: Any, name: str, parameter: nn.Parameter) -> bool:
     experts, prefix = grouped_in(layer.experts)
     if experts is None or is_expert_parameter(parameter):
@@ -139,7 +134,7 @@ def _averages_nothing(layer: Any) -> bool:
     marks = (AVERAGED_BY_DDP, DIVIDED)
     if any(isinstance(each, DTensor) or any(hasattr(each, mark) for mark in marks) for each in trained):
         return False
-    return any(each.requires_grad for each in spread_parameters(layer).values())
+    return any(each.requires_grad for each in shares_of(layer).spread.values())
 
 
 register_optimizer_step_pre_hook(_check_step)

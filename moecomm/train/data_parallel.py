@@ -30,7 +30,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, mark_expert_parameter
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.grid import Ranks
-from moecomm.parallel.spread import spread_parameters
+from moecomm.parallel.spread import shares_of
 from moecomm.train.drift import watch_drift
 from moecomm.train.model_parts import ModelParts, zero_gradient
 from moecomm.train.replicas import (
@@ -285,7 +285,7 @@ class _Hooks:
             return
         setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
         for layer in self.layers:
-            for name, parameter in spread_parameters(layer).items():
+            for name, parameter in shares_of(layer).spread.items():
                 average: _ReplicaAverage | None = getattr(parameter, AVERAGED_BY_DDP, None)
                 known = average is not None and average.wrapper is not None and average.wrapper() is wrapper
                 if parameter.requires_grad and not known:
@@ -315,7 +315,7 @@ class _Hooks:
         self._queued = False
         spread: dict[Replicas, list[nn.Parameter]] = {}
         for layer in self.layers:
-            for parameter in spread_parameters(layer).values():
+            for parameter in shares_of(layer).spread.values():
                 replicas = getattr(parameter, AVERAGED_BY_DDP).replicas
                 if parameter.requires_grad and len(replicas.ranks) > 1:
                     spread.setdefault(replicas, []).append(parameter)
