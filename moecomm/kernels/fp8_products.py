@@ -38,9 +38,6 @@ class Fp8Products(Products):
         self._kept: MutableMapping[Tensor, dict[str, _Kept]] = WeakTensorKeyDictionary()
         _count_optimizer_steps()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Products:
-        return Fp8Products()
-
     def __reduce__(self) -> tuple[type[Fp8Products], tuple[()]]:
         return Fp8Products, ()
 
