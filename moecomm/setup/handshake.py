@@ -8,7 +8,7 @@ import ipaddress
 import os
 import secrets
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import moecomm._C as _C
 from moecomm.env import Env, read_env
@@ -17,18 +17,7 @@ from moecomm.setup.rendezvous import Rendezvous
 from moecomm.setup.topology import NodeMap, find_nodes
 from moecomm.setup.version import __version__
 
-
-class _Native(Protocol):
-    def close(self) -> bool: ...
-    def open_rail(self, *, job: bytes, provider: str, interface: str, lanes: int) -> _C.Rail: ...
-    def connect_rail(
-        self, rail: _C.Rail, endpoint_addresses: list[list[bytes]], endpoints: list[str]
-    ) -> None: ...
-    def network(self) -> str: ...
-    def network_lanes(self) -> int: ...
-
-
-Native = TypeVar("Native", bound=_Native)
+Native = TypeVar("Native", bound="_C.Communicator | _C.DeviceCommunicator")
 
 
 def _identity() -> dict[str, str]:
@@ -174,14 +163,14 @@ def check_host_room(rendezvous: Rendezvous, group_info: GroupInfo, needed: int) 
             )
 
 
-def open_rail(native: _Native, job: bytes, env: Env) -> _C.Rail:
+def open_rail(native: Native, job: bytes, env: Env) -> _C.Rail:
     """Opens a communicator's endpoints towards other nodes, as `env` asks. `job`: bytes that identify the
     communicator and are the same on all its ranks."""
     provider, interface = env.fabric_provider or "", env.fabric_interface or ""
     return native.open_rail(job=job, provider=provider, interface=interface, lanes=env.fabric_lanes or 0)
 
 
-def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native) -> None:
+def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: Native) -> None:
     """Connects to the ranks with this rank's local index (its rail); an error closes the communicator."""
     rails: list[_C.Rail] = []
 
