@@ -29,7 +29,6 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.device = torch.device("cuda", index)
         self._current_device = torch._C._cuda_getDevice
         self.raw_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
         """Returns the handle (cudaStream_t) of the current stream."""

@@ -21,9 +21,8 @@ from moecomm.errors import Unsupported
 class DriverError(Exception):
     """A driver call failed; the text names the call and says why. The caller turns it into a MoecommError."""
 
-    def __init__(self, text: str, *, call: str, code: Any) -> None:
+    def __init__(self, text: str, *, code: Any) -> None:
         super().__init__(text)
-        self.call = call
         self.code = code
         """The CUresult, or None if the call could not be made."""
 
@@ -69,9 +68,9 @@ class Driver:
         try:
             code, *values = getattr(self.api, name)(*arguments)
         except RuntimeError as error:  # libcuda is missing, or lacks this call
-            raise DriverError(f"{name}: {error}", call=name, code=None) from error
+            raise DriverError(f"{name}: {error}", code=None) from error
         if code != self.api.CUresult.CUDA_SUCCESS:
-            raise DriverError(f"{name}: {self._describe(code)}", call=name, code=code)
+            raise DriverError(f"{name}: {self._describe(code)}", code=code)
         if not values:
             return None
         return values[0] if len(values) == 1 else tuple(values)
