@@ -45,17 +45,14 @@ class MemoryPlan:
     host_bytes: int = 0
 
     def __str__(self) -> str:
-        lines = [
-            f"window of one rank ({self.ranks} ranks a node)",
-            f"{'section':<18} {'offset':>14} {'bytes':>14}",
-        ]
-        lines += [f"{name:<18} {offset:>14} {size:>14}" for name, offset, size in self.sections]
-        lines.append(f"{'total':<18} {'':>14} {self.total_bytes:>14}")
-        lines.append(f"{'taken at once':<18} {'':>14} {self.committed_bytes:>14}")
-        lines.append(f"{'a node at once':<18} {'':>14} {self.committed_bytes * self.ranks:>14}")
+        rows: list[tuple[str, int | str, int | str]] = [("section", "offset", "bytes"), *self.sections]
+        rows.append(("total", "", self.total_bytes))
+        rows.append(("taken at once", "", self.committed_bytes))
+        rows.append(("a node at once", "", self.committed_bytes * self.ranks))
         if self.host_bytes:
-            lines.append(f"{'pinned host memory':<18} {'':>14} {self.host_bytes:>14}")
-        return "\n".join(lines)
+            rows.append(("pinned host memory", "", self.host_bytes))
+        lines = [f"{name:<18} {offset:>14} {size:>14}" for name, offset, size in rows]
+        return "\n".join([f"window of one rank ({self.ranks} ranks a node)", *lines])
 
 
 def window_shape(
