@@ -140,8 +140,8 @@ class ParallelFolding:
 
     def size(self, dims: str) -> int:
         """Returns the number of ranks in a group over a set of dimensions."""
-        grid, names = self._parse(dims)
-        return math.prod(size for name, size in zip(grid.names, grid.sizes, strict=True) if name in names)
+        _, names = self._parse(dims)
+        return math.prod(getattr(self, name) for name in names)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Returns the position of a rank in both grids."""
@@ -184,7 +184,7 @@ class ParallelFolding:
         """
         grid, names = self._parse(dims)
         name = "-".join(each for each in grid.names if each in names)
-        return meshes.group(self, self.world_size, name, lambda: grid.groups(names))
+        return meshes.group(self, name)
 
     def dense_mesh(self, device_type: str) -> DeviceMesh:
         """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, outermost first. For
@@ -193,15 +193,12 @@ class ParallelFolding:
         It has the process groups that `group` returns, and is made and kept like them, with the same errors.
         device_type: "cuda" or "cpu", without an index.
         """
-        return self._mesh(self._grids[0], device_type)
+        return meshes.mesh(self, self._grids[0], device_type)
 
     def expert_mesh(self, device_type: str) -> DeviceMesh:
         """Returns the expert grid as a DeviceMesh with dimensions pp, edp, ep and etp, outermost first; see
         `dense_mesh`."""
-        return self._mesh(self._grids[1], device_type)
-
-    def _mesh(self, grid: Grid, device_type: str) -> DeviceMesh:
-        return meshes.mesh(self, self.world_size, grid, device_type, self.group)
+        return meshes.mesh(self, self._grids[1], device_type)
 
     def _parse(self, dims: str) -> tuple[Grid, list[str]]:
         """Returns the grid to which a set of dimensions belongs, and their names."""

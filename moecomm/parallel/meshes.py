@@ -7,9 +7,9 @@ import itertools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,38 +28,39 @@ from moecomm.parallel.grid import Grid, Ranks
 from moecomm.setup.checks import timeout_seconds
 from moecomm.types import Group
 
+if TYPE_CHECKING:
+    from moecomm.parallel.folding import ParallelFolding
+
 # For each default group, the groups and meshes made while it exists. They are dropped when the default group
 # is destroyed, since groups must not be held longer (moecomm/types.py, GroupReference).
 _kept: weakref.WeakKeyDictionary[Group, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _calls = itertools.count(1)
 
 
-def group(folding: Hashable, world_size: int, dims: str, groups: Callable[[], Sequence[Ranks]]) -> Group:
-    """Returns this rank's process group over `dims`; the first call makes all `groups()`."""
-    kept, key = _kept_in(world_size), (folding, dims)
+def group(folding: ParallelFolding, dims: str) -> Group:
+    """Returns this rank's process group over `dims`, named in the grid's order; the first call makes all."""
+    kept, key = _kept_in(folding.world_size), (folding, dims)
     if key not in kept:
-        _agree(f"group {dims!r} of {folding}", world_size)
+        _agree(f"group {dims!r} of {folding}", folding.world_size)
         # All ranks make all groups. If each rank made its own alone (use_local_synchronization), torch would
         # name a group by a rank's number of groups, and ranks with different numbers would never meet.
-        ranks = [list(each) for each in groups()]
+        ranks = [list(each) for each in folding.groups(dims)]
         kept[key], _ = dist.new_subgroups_by_enumeration(ranks, group_desc=dims)
     return kept[key]
 
 
-def mesh(
-    folding: Hashable, world_size: int, grid: Grid, device_type: str, group_over: Callable[[str], Group]
-) -> DeviceMesh:
-    """Returns a grid as a DeviceMesh. group_over(name): this rank's process group over a dimension."""
-    kept, key = _kept_in(world_size), (folding, grid, device_type)
+def mesh(folding: ParallelFolding, grid: Grid, device_type: str) -> DeviceMesh:
+    """Returns one of the grids of a folding as a DeviceMesh, with the folding's process groups."""
+    kept, key = _kept_in(folding.world_size), (folding, grid, device_type)
     if key not in kept:
-        _agree(f"mesh {device_type!r} over {', '.join(grid.names)} of {folding}", world_size)
+        _agree(f"mesh {device_type!r} over {', '.join(grid.names)} of {folding}", folding.world_size)
         if device_type not in ("cpu", "cuda"):
             raise InvalidArgument(f"device_type is {device_type!r}, expected 'cpu' or 'cuda'")
         names, sizes = grid.names[::-1], grid.sizes[::-1]
         kept[key] = DeviceMesh.from_group(
-            [group_over(name) for name in names],
+            [folding.group(name) for name in names],
             device_type,
-            torch.arange(world_size, dtype=torch.int, device="cpu").view(sizes),
+            torch.arange(folding.world_size, dtype=torch.int, device="cpu").view(sizes),
             mesh_dim_names=names,
         )
     return kept[key]
