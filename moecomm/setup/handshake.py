@@ -116,20 +116,15 @@ def connect(
     """
     made: list[Native] = []
 
-    def make() -> dict[str, Any]:
-        made.append(create())
-        return {}
-
     def name() -> dict[str, Any]:
         return {"memory": link(made[0]), "pid": os.getpid()}
 
-    def join() -> dict[str, Any]:
+    def join() -> None:
         node = [peers[rank] for rank in group_info.nodes.local_ranks(rendezvous.rank)]
         map_peers(made[0], [str(peer["memory"]) for peer in node], [int(peer["pid"]) for peer in node])
-        return {}
 
     try:
-        rendezvous.step("construction: communicators", make)
+        rendezvous.step("construction: communicators", lambda: made.append(create()))
         # The memory has a name only from here until all ranks have mapped it. The memory is created before,
         # which may take a while.
         peers = rendezvous.step("construction: names", name)
@@ -180,11 +175,10 @@ def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: Native)
         addresses = [address.hex() for address in rails[0].endpoint_addresses]
         return {"endpoint_addresses": addresses, "endpoint": rails[0].endpoint}
 
-    def connect() -> dict[str, Any]:
+    def connect() -> None:
         peers = [messages[rank] for rank in group_info.nodes.rail(rendezvous.rank)]
         addresses = [[bytes.fromhex(lane) for lane in peer["endpoint_addresses"]] for peer in peers]
         native.connect_rail(rails[0], addresses, [peer["endpoint"] for peer in peers])
-        return {}
 
     try:
         messages = rendezvous.step("construction: network", opened)

@@ -185,17 +185,18 @@ class Rendezvous:
                     raise of_peer(PeerLost, str(error), self.rank, phase) from None
 
     def step(
-        self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
+        self, phase: str, action: Callable[[], dict[str, Any] | None], patience: float = 1.0
     ) -> list[dict[str, Any]]:
-        """Runs one step on all ranks: exchanges the results of `action`. If `action` raises an error on one
-        rank, all ranks raise that error, rather than errors about a lost rank.
+        """Runs one step on all ranks: exchanges the results of `action` (None counts as an empty message). If
+        `action` raises an error on one rank, all ranks raise that error, rather than errors about a lost
+        rank.
 
         An `action` that itself waits for peers needs more `patience`: otherwise a rank whose action ends
         early times out on ranks whose action still waits for a missing rank.
         """
         error: MoecommError | None = None
         try:
-            message = action()
+            message = action() or {}
         except MoecommError as failed:
             error = failed
             message = {"error": to_message(failed)}

@@ -89,14 +89,12 @@ class SymmetricMemory:
         self.bytes = -(-self.bytes // self._alignment) * self._alignment
         own: list[int] = []
 
-        def allocate() -> Message:
+        def allocate() -> None:
             self._check_reach(peers)
             own.append(self._allocate(passing))
-            return {}
 
         self._step("construction: GPU memory", allocate)
         self._step("construction: GPU handles", lambda: self._send(peers, own[0]))
-
         self._step("construction: GPU mapping", lambda: self._attach(peers, passing))
         self.bases.extend(self._address(peer) for peer in self._ranks)
         self._kept.callback(_synchronize, self._driver, self._context)
@@ -171,7 +169,7 @@ class SymmetricMemory:
         torch.cuda.empty_cache()  # frees torch's cached memory, as torch does when out of memory
         return self._driver.call("cuMemCreate", self.bytes, properties, 0)
 
-    def _send(self, peers: list[Message], descriptor: int) -> Message:
+    def _send(self, peers: list[Message], descriptor: int) -> None:
         rank = self._rendezvous.rank
         for peer in self._others:
             descriptors.send(
@@ -183,9 +181,8 @@ class SymmetricMemory:
                 phase="construction: GPU handles",
                 timeout=self._rendezvous.timeout,
             )
-        return {}
 
-    def _attach(self, peers: list[Message], passing: ExitStack) -> Message:
+    def _attach(self, peers: list[Message], passing: ExitStack) -> None:
         """Maps the other ranks' memory. All ranks must have sent their descriptors before."""
         taken = self._mailbox.take(
             {peer: peers[peer]["pid"] for peer in self._others},
@@ -206,7 +203,6 @@ class SymmetricMemory:
                 if self._driver.out_of_memory(error):
                     raise
                 raise self._unreachable(rank, peers[rank], str(error)) from error
-        return {}
 
     def _map(self, rank: int, handle: Any) -> None:
         """Maps a handle at the address for the memory of `rank`, for loads and stores of this GPU."""
@@ -234,11 +230,11 @@ class SymmetricMemory:
         properties.allocFlags.gpuDirectRDMACapable = int(self._gpu.rdma)
         return properties
 
-    def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
+    def _step(self, phase: str, action: Callable[[], Message | None]) -> list[Message]:
         """Runs one step on all ranks; any failure is raised as a MoecommError, so that the other ranks learn
         of it."""
 
-        def typed() -> Message:
+        def typed() -> Message | None:
             try:
                 return action()
             except DriverError as error:
