@@ -96,14 +96,9 @@ def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands
     weight = operands[0].weight
     rows, grads = [each.rows for each in operands], [each.grad for each in operands]
     operands.clear()
-    return Operands(weight, _taken(rows, places), _taken(grads, places))
-
-
-def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """Joins rows at positions `places` (join_rows) and releases the original tensors."""
-    joined = join_rows(tensors, places)
-    tensors.clear()
-    return joined
+    joined_rows = join_rows(rows, places)
+    rows.clear()
+    return Operands(weight, joined_rows, join_rows(grads, places))
 
 
 def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
