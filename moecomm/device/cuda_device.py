@@ -9,16 +9,6 @@ from typing import Any
 
 import torch
 
-from moecomm.errors import Unsupported
-
-
-def no_kernels(what: str) -> Unsupported:
-    """Returns the error for a build that lacks the CUDA kernels which `what` needs."""
-    return Unsupported(
-        f"{what}, but this moecomm was built without its CUDA part (no CUDA toolkit at build time), or "
-        "before it had this operation: build it again where nvcc is on PATH"
-    )
-
 
 class CudaDevice:
     """One GPU. A current stream is always that of this GPU, whichever device is current.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import moecomm._C as _C
-from moecomm.device.cuda_device import CudaDevice, no_kernels
+from moecomm.device.cuda_device import CudaDevice
+from moecomm.errors import Unsupported
 from moecomm.setup.memory_plan import NATIVE_DTYPES
 
 LIBRARY = torch.library.Library("moecomm", "FRAGMENT")
@@ -37,7 +38,10 @@ def prepare(kernels: str, device: torch.device, dtype: torch.dtype) -> None:
 def loaded(kernels: str, index: int, dtype: torch.dtype) -> CudaDevice:
     """Loads `kernels` of the extension for a dtype onto a GPU, if needed, and returns the GPU."""
     if not hasattr(_C, f"prepare_{kernels}"):
-        raise no_kernels(f"a tensor is on cuda:{index}")
+        raise Unsupported(
+            f"a tensor is on cuda:{index}, but this moecomm was built without its CUDA part (no CUDA toolkit "
+            "at build time), or before it had this operation: build it again where nvcc is on PATH"
+        )
     gpu = CudaDevice(index)
     with gpu.current():
         getattr(_C, f"prepare_{kernels}")(NATIVE_DTYPES[dtype])
