@@ -184,18 +184,15 @@ class CudaBackend(Backend):
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
         if call.capacity < 0:
-            return self.finish_dispatch(self._begin(call, offers=True))
+            return self.finish_dispatch(self.begin_dispatch(call, offers=True))
         sending, blob, _inputs = self._sending(call)  # _inputs live until the output has memory
         rows = (call.capacity, call.expert_capacity)
         return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
-    def begin_dispatch(self, call: DispatchCall) -> Begun:
-        return self._begin(call, offers=False)
-
-    def _begin(self, call: DispatchCall, offers: bool) -> Begun:
-        """Does the work of `begin_dispatch`. `offers`: the output of a dropless dispatch may be allocated
-        before its number of rows is known, in the size that the runtime proposes. No earlier work on the
-        stream can still read this memory, so rows may be received into it at once, if they fit."""
+    def begin_dispatch(self, call: DispatchCall, offers: bool = False) -> Begun:
+        """Sends the rows of a dispatch: its first half. `offers`: the output of a dropless dispatch may be
+        allocated before its number of rows is known, in the size that the runtime proposes. No earlier work
+        on the stream can still read this memory, so rows may be received into it at once, if they fit."""
         offered, at_once = (0, 0), False
         if call.capacity < 0:
             if self._capturing:
@@ -224,8 +221,8 @@ class CudaBackend(Backend):
         return self._native.splits(tokens)
 
     def finish_dispatch(self, begun: Begun, directly: bool = True) -> RawDispatch:
-        """Receives the rows; without a capacity the host waits for their number. An output that `_begin` has
-        allocated is cut to that number, or replaced if it is too small."""
+        """Receives the rows; without a capacity the host waits for their number. An output that
+        `begin_dispatch` has allocated is cut to that number, or replaced if it is too small."""
         self._announced = True
         call, blob, inputs, stream, outputs, offered, at_once, in_one_call = begun
         if stream != self._raw_stream:
