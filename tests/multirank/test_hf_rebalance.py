@@ -20,6 +20,8 @@ from tests.multirank.test_transformers import folders
 __all__ = ["folders"]  # a fixture
 pool = own_pool()
 
+SEED = 5
+"""Of tokens with which experts of each family move."""
 MOVES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe")
 STAYS = {
     "deepseek_v3": "groups of experts",
@@ -59,7 +61,7 @@ def test_training_goes_on(rank: int, size: int, family: str, tp: int, folders: P
     losses, parallel = {}, {"fsdp_size": 2 // tp, "tp_size": tp, "ep_size": 2}
     for moves in (False, True):
         model: Any = load_parallel(folder, "moecomm", **parallel).train()
-        losses[moves], moved = _train(model, moves, rank // tp, seed)
+        losses[moves], moved = _train(model, moves, rank // tp, SEED)
     assert moved, "experts did move"
     torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-5, atol=1e-5)
     model.save_pretrained(saved)
