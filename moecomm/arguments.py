@@ -211,7 +211,8 @@ def check_weights(
 def check_weights_of_rows(
     name: str, weights: Any, handle: Any, top_k: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Like check_weights, for the rows of a dispatch's `handle`: (P,), in the rank layout (P, K)."""
+    """Checks, as check_weights does, weights of the rows that a dispatch with this `handle` has brought:
+    (P,), in the rank layout (P, K)."""
     rows, by_rank = handle.num_rows, handle.layout == "rank"
     shape, letters = ((rows, top_k), "(P, K)") if by_rank else ((rows,), "(P,)")
     check_weights(name, weights, shape, letters, dtype, device)

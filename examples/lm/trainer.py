@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,7 +92,7 @@ class Trainer:
         set_loss_scale(self.model, 1 / options.microbatches)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
-        self.loads: deque[torch.Tensor] = deque(maxlen=options.rebalance)  # of the last steps
+        self.loads: list[torch.Tensor] = []  # of the steps since experts changed places
         self.batches: dict[int, torch.Tensor] = {}  # by step: the one that is made ahead
         self.graphed: GraphedStep | None = None
         if options.graph:
@@ -237,10 +236,11 @@ class Trainer:
         else:
             self.optimizer.step()
             update_expert_bias(self.model)
-            self.loads.append(load_AE)
-            if options.rebalance and step % options.rebalance == 0:
-                rebalance_experts(self.model, self.optimizer, list(torch.stack([*self.loads]).sum(0)))
-                self.loads.clear()
+            if options.rebalance:
+                self.loads.append(load_AE)
+                if step % options.rebalance == 0:
+                    rebalance_experts(self.model, self.optimizer, list(torch.stack(self.loads).sum(0)))
+                    self.loads.clear()
         self.optimizer.zero_grad()
         totals = reduce_step(
             load_AE,

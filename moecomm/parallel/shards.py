@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
@@ -94,7 +94,7 @@ def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTen
                 yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
 
 
-def awaits_average(parameters: Iterable[nn.Parameter]) -> bool:
+def awaits_average(parameters: Iterable[Tensor]) -> bool:
     """Returns whether FSDP2 keeps gradients of one of these parameters whole, as it does for all microbatches
     but the last with set_requires_gradient_sync(False)."""
     wanted = {id(each) for each in parameters}

@@ -6,7 +6,8 @@ an expert with many tokens may go to a rank whose experts have few.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -22,17 +23,16 @@ from moecomm.nn.layer import MoELayer
 from moecomm.parallel.shards import awaits_average
 from moecomm.train.agreement import agree
 from moecomm.train.model_parts import ModelParts, local
-from moecomm.train.replicas import find_replicas, model_group
+from moecomm.train.optimizer_state import require_own_parameters
+from moecomm.train.replicas import backends_of, find_replicas, model_group
 from moecomm.types import AnyGroup, Group
 
-UNAVERAGED = (
-    "FSDP2 has gradients of routers that it has not averaged yet (set_requires_gradient_sync(False)), whose "
-    "rows would stay where they are: call this after the step's last backward"
-)
+ABOUT = "ranks would exchange experts otherwise"
+"""The beginning of the error of ranks that differ (`agree`)."""
 
 
 class Rebalanced(NamedTuple):
-    """What `rebalance_experts` did to a layer."""
+    """The result of `rebalance_experts` for a layer."""
 
     order: list[int]
     """order[e]: the former number of the expert that is number e now."""
@@ -82,35 +82,50 @@ def rebalance_experts(
     spread = parts.spread_layers
     held: list[Movable] = []
 
-    def check() -> list[str]:
-        bound = require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
-        given, states = _loads_of(parts.layers, loads), states_of(optimizers, parts.named.values())
+    def hold(states: States) -> Iterator[Movable]:
+        given = _loads_of(parts.layers, loads)
         own = [
             each for layer in spread for part in (layer.experts, layer.router) for each in part.parameters()
         ]
         if len(set(own)) < len(own):
             raise Unsupported("MoELayers share experts or routers, which would have to move for both of them")
-        if awaits_average(own):
-            raise InvalidArgument(UNAVERAGED)
         for layer in spread:
             name, of_experts = parts.modules[layer], parts.shares_of(layer).spread
             _refuse(name, layer, of_experts.values())
-            experts = (*of_experts.items(), *layer.experts.named_buffers())
-            router = (*layer.router.named_parameters(), *layer.router.named_buffers())
-            held.append(Movable(name, layer.comm.group, given[layer], experts, router, states))
-        return [f"tolerance {bound}", *(words for each in held for words in each.words)]
+            experts = [*of_experts.items(), *layer.experts.named_buffers()]
+            yield Movable(name, layer.comm.group, given[layer], experts, tensors_of(layer.router), states)
 
+    check = partial(check_moves, held, hold, optimizers, parts.named.values(), tolerance)
     if not spread:
         check()
         return {}
     over = model_group(parts.layers, group)
-    agree(over, parts.device, "ranks would exchange experts otherwise", check)
+    agree(over, parts.device, ABOUT, check)
     find_replicas(parts.layers, over)  # refuses a group that lacks ranks of a layer
     done = exchange(held, over, tolerance)
     for layer in spread:
         if moved := done.get(parts.modules[layer]):
             layer.last_tokens_per_expert = layer.last_tokens_per_expert[moved.order]
     return done
+
+
+def check_moves(
+    held: list[Movable],
+    hold: Callable[[States], Iterable[Movable]],
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    parameters: Iterable[Tensor],
+    tolerance: float,
+) -> list[str]:
+    """Fills `held` with what `hold` returns for the optimizers' states of the model's `parameters`. Returns
+    words that all ranks must have alike. Raises what `rebalance_experts` says."""
+    bound = require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
+    held.extend(hold(_states_of(optimizers, parameters)))
+    if awaits_average(each for movable in held for each in (*movable.of_experts, *movable.of_router)):
+        raise InvalidArgument(
+            "FSDP2 has gradients of routers that it has not averaged yet (set_requires_gradient_sync("
+            "False)), whose rows would stay where they are: call this after the step's last backward"
+        )
+    return [f"tolerance {bound}", *(words for movable in held for words in movable.words)]
 
 
 def exchange(held: Sequence[Movable], over: Group | None, tolerance: float) -> dict[str, Rebalanced]:
@@ -169,8 +184,7 @@ class Movable:
         """group: the ranks that share out the experts, in their order. load_E: this rank's tokens, float64.
         experts, router: names and tensors, whose first dimensions are this rank's experts, and all."""
         self.name, self.group, self.load_E = name, group, load_E
-        backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-        if load_E.is_cuda and backends.get("cuda", "gloo") == "gloo":
+        if load_E.is_cuda and backends_of(group).get("cuda", "gloo") == "gloo":
             raise Unsupported(f"the process group of {name} has no NCCL, by which experts on GPUs travel")
         self._local = len(load_E) // dist.get_world_size(group)
         self.of_experts = [
@@ -211,30 +225,28 @@ class Movable:
         for target, part in arrived:
             target.copy_(part)
         for tensor in self.of_router:
-            tensor.copy_(permuted(tensor, order))
+            _permute(tensor, order)
 
 
 States = dict[Tensor, dict[tuple[str, int], Any]]
-"""For each parameter, its states by name and number of the optimizer."""
+"""Maps a parameter to its states, by their names and the number of the optimizer that has them."""
 
 
-def states_of(
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _states_of(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], parameters: Iterable[Tensor]
 ) -> States:
-    """Raises InvalidArgument for what is no optimizer, and one with parameters that are not the model's:
-    copies of experts would stay behind."""
+    """Returns the states of all parameters. Raises InvalidArgument for what is no optimizer, and for one with
+    parameters that are not the model's."""
     every = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     own, states = set(parameters), States()
     for number, each in enumerate(every):
         if not isinstance(each, torch.optim.Optimizer):
             raise InvalidArgument(f"optimizers has a {type(each).__name__}, must have optimizers of torch")
-        outside = [one for group in each.param_groups for one in group["params"] if one not in own]
-        if outside:
-            raise InvalidArgument(
-                f"an optimizer has {len(outside)} parameters that are not in the model, one of shape "
-                f"{tuple(outside[0].shape)}: copies of experts, in float32 for example, would stay behind. "
-                "Pass a model that has all of them, an nn.ModuleList of several for example"
-            )
+        require_own_parameters(each, own, "copies of experts, in float32 for example, would stay behind")
         within = getattr(each, "optim", each)  # of a ZeroRedundancyOptimizer: it has this rank's states
         for parameter, state in within.state.items():
             if isinstance(parameter, Tensor):
@@ -311,9 +323,10 @@ def _refuse(name: str, layer: MoELayer, of_experts: Iterable[Tensor]) -> None:
         raise Unsupported(f"{name} chooses groups of experts (num_groups), in which each expert has to stay")
 
 
-def permuted(tensor: Tensor, order: list[int]) -> Tensor:
-    """Returns a tensor whose row e is row order[e]; for a DTensor all its ranks call together."""
-    if not isinstance(tensor, DTensor):
-        return tensor[order]
-    whole = tensor.full_tensor()[order]
-    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+def _permute(tensor: Tensor, order: list[int]) -> None:
+    """Gives row e the values of row order[e]; for a DTensor all its ranks call together."""
+    if isinstance(tensor, DTensor):
+        whole = tensor.full_tensor()[order]
+        tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+    else:
+        tensor.copy_(tensor[order])

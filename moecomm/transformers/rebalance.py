@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from moecomm.arguments import require_module, require_number
+from moecomm.arguments import require_module
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.parallel.shards import awaits_average
 from moecomm.train.agreement import agree
-from moecomm.train.rebalance import UNAVERAGED, Movable, Rebalanced, States, exchange, permuted, states_of
+from moecomm.train.rebalance import ABOUT, Movable, Rebalanced, States, check_moves, exchange, tensors_of
 from moecomm.transformers.implementation import MoecommEP
 
 _ROUTERS = ("gate", "router")
@@ -51,18 +51,13 @@ def rebalance_experts(
     held: list[Movable] = []
     routers: list[nn.Module] = []
 
-    def check() -> list[str]:
-        bound = require_number("tolerance", tolerance, lambda number: number >= 0, "at least 0")
-        states = states_of(optimizers, model.parameters())
+    def hold(states: States) -> Iterator[Movable]:
         for name, ep in found:
             routers.append(_router_beside(model, name))
-            held.append(_movable(name, ep, routers[-1], states))
-        if awaits_average(each for router in routers for each in router.parameters()):
-            raise InvalidArgument(UNAVERAGED)
-        return [f"tolerance {bound}", *(words for each in held for words in each.words)]
+            yield _movable(name, ep, routers[-1], states)
 
-    device, about = next(model.parameters()).device, "ranks would exchange experts otherwise"
-    agree(None, device, about, check)
+    device = next(model.parameters()).device
+    agree(None, device, ABOUT, partial(check_moves, held, hold, optimizers, model.parameters(), tolerance))
     whole = [dict(_whole(router)) for router in routers]  # all ranks gather, whatever they find
 
     def check_routers() -> list[str]:
@@ -70,7 +65,7 @@ def rebalance_experts(
             _require_own_rows(each.name, router, tensors, len(each.load_E))
         return []
 
-    agree(None, device, about, check_routers)
+    agree(None, device, ABOUT, check_routers)
     return exchange(held, None, tolerance)
 
 
@@ -92,15 +87,11 @@ def _movable(name: str, ep: MoecommEP, router: nn.Module, states: States) -> Mov
         raise InvalidArgument(f"{block} has not run: call rebalance_experts after a forward")
     load_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=ep.num_experts).double()
     group, experts = ep.ep_mesh.get_group(), ep.experts
-    return Movable(block, group, load_E, _tensors_of(experts), _tensors_of(router), states)
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    return Movable(block, group, load_E, tensors_of(experts), tensors_of(router), states)
 
 
 def _whole(router: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, each in _tensors_of(router):
+    for name, each in tensors_of(router):
         yield name, each.full_tensor() if isinstance(each, DTensor) else each
 
 
@@ -109,7 +100,7 @@ def _require_own_rows(block: str, router: nn.Module, tensors: dict[str, Tensor],
     all experts change their places."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(experts, generator=generator).tolist()
-    moved = {name: permuted(each, order) for name, each in tensors.items()}
+    moved = {name: each[order] for name, each in tensors.items()}
     weight = max(tensors.values(), key=lambda each: each.dim())
     x_TH = torch.randn(_TRIED, weight.shape[-1], generator=generator).to(weight)
     try:

@@ -18,7 +18,7 @@ EXPERTS, HIDDEN, TOKENS = 8, 64, 128
 @pytest.mark.parametrize("graphed", [False, True], ids=["plain", "graph"])
 @on_ranks(2)
 def test_training_goes_on_nccl(rank: int, size: int, graphed: bool, seed: int) -> None:
-    """In float32 the losses are those of a model whose experts stay, and a state of int16 travels too."""
+    """A float32 model has the losses of one whose experts stay, and an optimizer's state of int16 travels."""
     group, device, losses = harness.nccl(), harness.device(), []
     config = MoEConfig(hidden=HIDDEN, ffn_hidden=32, num_experts=EXPERTS, top_k=2, router_bias=True)
     for moves in (False, True):

@@ -21,7 +21,7 @@ __all__ = ["folders"]  # a fixture
 pool = own_pool()
 
 SEED = 5
-"""Of tokens with which experts of each family move."""
+"""The seed of tokens by which experts of each family move."""
 MOVES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe")
 STAYS = {
     "deepseek_v3": "groups of experts",
