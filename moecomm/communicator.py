@@ -32,6 +32,7 @@ from moecomm.setup.memory_plan import (
 )
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import (
+    ALONE,
     AnyGroup,
     DispatchOutput,
     Group,
@@ -126,8 +127,9 @@ class Communicator(_Planned):
         _error: MoecommError | None = None,
     ) -> None:
         self._backend: Backend | None = None
-        group = as_group(group)
-        if group is None and dist.is_available() and dist.is_initialized():
+        alone = group is ALONE
+        group = None if alone else as_group(group)
+        if group is None and not alone and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         error = _error  # that a layer has found in its own arguments
         seconds, place, env = checks.DEFAULT_TIMEOUT, torch.device("cpu"), Env()

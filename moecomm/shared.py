@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, MismatchedArguments, known_to_all
-from moecomm.types import DispatchOutput
+from moecomm.types import ALONE, DispatchOutput
 
 Result = TypeVar("Result")
 
@@ -121,6 +121,8 @@ def may_be_too_large(error: InvalidArgument) -> bool:
 
 def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
     """Returns for each value the largest over all ranks."""
+    if group is ALONE:
+        return list(values)
     most = torch.tensor(values, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return most.tolist()

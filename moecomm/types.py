@@ -58,6 +58,14 @@ WIRE_FORMATS = {
 }
 
 
+class _Alone:
+    """The type of ALONE."""
+
+
+ALONE: Any = _Alone()
+"""The group of this process alone, whether or not torch.distributed is initialized."""
+
+
 def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
     """Returns the process group of a one-dimensional DeviceMesh; a process group or None is returned
     unchanged.

@@ -24,14 +24,15 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
 from moecomm.kernels.activation import INPUTS, INTERLEAVED
 from moecomm.kernels.products import Products
-from moecomm.kernels.tiles import ADDED, FLOAT32_SUMS, PRODUCTS, Tile, nearest_tile
+from moecomm.kernels.tiles import ADDED, FLOAT32_SUMS, PRODUCTS, Tile, nearest_tile, parse_tile
 from moecomm.setup.version import version_of
 from moecomm.types import DispatchOutput
 
 VERSION = "0.6.5"
 """The version of quack-kernels that this module was tested with."""
 _MULTIPLE = 8
-
+_FEW = parse_tile("128x256c12+")
+"""The tile of a product of few columns that is added to rows."""
 
 _compiled: set[Any] = set()
 _plans: dict[tuple[Any, ...], Any] = {}
@@ -136,6 +137,13 @@ class QuackProducts(Products):
             weight=_weights(weights_P, rows_PA, rows),
         )
         return product_PB
+
+    def add_mm(
+        self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, into_PB: Tensor, scale: float
+    ) -> None:
+        if rows_PA.shape[0] > 0:
+            weight_LBA = weight_LAB.mT
+            _launch(_FEW, rows_PA, weight_LBA, into_PB, weight_LBA, True, scale, cu_seqlens_m=groups)
 
     def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         return self._rows(rows_PB, weight_LAB, groups, "fc1_dgrad")

@@ -7,6 +7,7 @@
 
 Importing this registers the name "moecomm"; no other call is needed. transformers builds a `MoecommEP` for
 each module of experts, and the experts' weights stay where transformers has put them (docs/transformers.md).
+Where they are not spread over ranks, as on one GPU, `experts_implementation="moecomm"` runs them.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ def _require_transformers() -> None:
 _require_transformers()
 
 from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: E402
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
 from moecomm.transformers.implementation import MoecommEP  # noqa: E402
 from moecomm.transformers.rebalance import rebalance_experts  # noqa: E402
 from moecomm.transformers.recompute import keep_plans  # noqa: E402
 from moecomm.transformers.resume import Resumable  # noqa: E402
+from moecomm.transformers.whole_experts import experts_forward  # noqa: E402
 
 EPImplementationInterface.register("moecomm", MoecommEP)
+ALL_EXPERTS_FUNCTIONS.register("moecomm", experts_forward)
 
 __all__ = ["MoecommEP", "Resumable", "keep_plans", "rebalance_experts"]

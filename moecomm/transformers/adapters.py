@@ -1,9 +1,9 @@
-"""peft's LoRA adapters on experts' weights (`target_parameters`), where experts are spread over ranks.
+"""peft's LoRA adapters on experts' weights (`target_parameters`).
 
-peft adds the product of an adapter's two matrices to a weight before the forward of the weight's module. At
-that point the weight is a DTensor of all ranks' experts. Here the product is added between dispatch and
-combine, where the weight is a plain tensor of this rank's experts. The adapters stay as peft has made them:
-each rank has those of all experts, so that peft saves and loads them as usual."""
+peft adds the product of an adapter's two matrices to a weight before the forward of the weight's module. That
+takes a copy of all weights, with a gradient, and fails where the weight is a DTensor of all ranks' experts.
+Here rows are multiplied by the matrices, between dispatch and combine. The adapters stay as peft has made
+them: each rank has those of all experts, so that peft saves and loads them as usual."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from torch import nn
 
 from moecomm.arguments import require_module
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.kernels.low_rank import LowRank
 from moecomm.transformers.implementation import MoecommEP
+from moecomm.transformers.whole_experts import WholeExperts, whole_experts
 
 
 def adapt_experts(model: nn.Module) -> nn.Module:
-    """Prepares the adapters on experts' weights of `model`, a PeftModel, for experts that are spread over
-    ranks; returns `model`.
+    """Prepares the adapters on experts' weights of `model`, a PeftModel; returns `model`. The model was
+    loaded with `ep_implementation="moecomm"` or, if no ranks share its experts, with
+    `experts_implementation="moecomm"`.
 
         model = get_peft_model(
             model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
         )
         adapt_experts(model)
 
-    Call it once, before the first forward. An adapter's gradient on a rank comes from this rank's experts.
-    Its average over all ranks, which transformers' Trainer takes, is the gradient of the ranks' mean loss.
+    Call it once, before the first forward. The sum of a weight and its adapters is not made then: rows are
+    multiplied by the adapters' matrices. An adapter's gradient on a rank comes from this rank's experts. Its
+    average over all ranks, which transformers' Trainer takes, is the gradient of the ranks' mean loss.
 
     Raises:
         InvalidArgument: no adapter is on experts to which moecomm sends tokens, or `model` is no module.
@@ -37,17 +41,19 @@ def adapt_experts(model: nn.Module) -> nn.Module:
     """
     require_module(model)
     found = [
-        (each, each.get_base_layer().moecomm)
+        (each, implementation)
         for each in model.modules()
-        if isinstance(each, ParamWrapper) and hasattr(each.get_base_layer(), "moecomm")
+        if isinstance(each, ParamWrapper)
+        and (implementation := implementation_of(each.get_base_layer())) is not None
     ]
     if not found:
         raise InvalidArgument(
-            "model has no adapter of peft on experts whose tokens moecomm brings: name their weights in "
-            "target_parameters, and load the model with ep_implementation='moecomm'"
+            "model has no adapter of peft on experts that moecomm runs: name their weights in "
+            "target_parameters, and load the model with ep_implementation='moecomm', or, if its experts are "
+            "not spread over ranks, with experts_implementation='moecomm'"
         )
     for wrapper, implementation in found:
-        if implementation.tp_mesh.size() > 1:
+        if isinstance(implementation, MoecommEP) and implementation.tp_mesh.size() > 1:
             raise Unsupported("adapters of experts with tp_size above 1: load the model with tp_size=1")
         if (sizes := wrapper.get_param().dim()) != 3:
             raise Unsupported(
@@ -58,17 +64,29 @@ def adapt_experts(model: nn.Module) -> nn.Module:
     return model
 
 
+def implementation_of(experts: Any) -> MoecommEP | WholeExperts | None:
+    """Returns the object by which moecomm runs a module of experts; None if it does not."""
+    found = getattr(experts, "moecomm", None)
+    if isinstance(found, MoecommEP):
+        return found
+    config = getattr(experts, "config", None)
+    chosen = getattr(config, "_experts_implementation", None) == "moecomm" and hasattr(experts, "num_experts")
+    return whole_experts(experts) if chosen else None
+
+
 class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         """Makes the wrapped experts add their part of this adapter to their weights in this context."""
-        implementation: MoecommEP = self.get_base_layer().moecomm
-        first, count = implementation.first_local_expert, implementation.num_local_experts
-        added: list[tuple[Any, ...]] = []
+        implementation = implementation_of(self.get_base_layer())
+        assert implementation is not None
+        first = implementation.first_local_expert
+        end = first + implementation.num_local_experts
+        added: list[LowRank] = []
         for name in active_adapters:
             if name in self.lora_A:
                 left, right, scale = self.get_delta_factors(name)
-                added.append((left[first : first + count], right[first : first + count], scale))
+                added.append(LowRank(left[first:end], right[first:end], scale))
         with implementation.local.adding(self.parameter_name, added):
             yield
 

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import moe
 
+from moecomm.arguments import weight_dtype
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.kernels import quack
+from moecomm.kernels.low_rank import Groups, LowRank, adapted_ffn, join_adapters
 from moecomm.kernels.products import Products, grouped_linear
 from moecomm.nn.expert_pass import DispatchState, Forward, PassContext, Weights, run_forward
-from moecomm.shared import SharedCommunicator
-from moecomm.transformers.recompute import keep_dispatch, kept_dispatch
+from moecomm.shared import LayerCommunicators, SharedCommunicator
+from moecomm.transformers.recompute import dispatch_again, keep_dispatch, kept_dispatch
 from moecomm.transformers.sole_experts import DividedGradient
 from moecomm.types import DispatchOutput
 
@@ -33,7 +35,7 @@ OwnForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # transformers' own implementations, which moecomm's products replace: they compute the same. If a config asks
 # for another implementation ("sonicmoe", "deepgemm"), that implementation runs, on moecomm's rows.
-_REPLACED = (None, "eager", "grouped_mm")
+_REPLACED = (None, "eager", "grouped_mm", "moecomm")
 
 
 class LocalExperts:
@@ -44,21 +46,27 @@ class LocalExperts:
         self._described = _is_described(experts)
         self._activation = activation_of(experts) if self._described else None
         self._products: dict[tuple[Any, ...], Products] = {}
-        self._added: dict[str, list[tuple[Any, ...]]] = {}
+        self._adapters: dict[str, list[LowRank]] = {}
+        self._plain, self._cast = self._described, cast("torch.dtype | None", None)
+        self.last_ids_TK: Tensor | None = None
 
     @contextlib.contextmanager
-    def adding(self, name: str, factors: list[tuple[Any, ...]]) -> Iterator[None]:
-        """A context that adds scale * left @ right to the weight `name`, for each of `factors` =
-        [(left, right, scale)...], of shapes (L, A, r) and (L, r, B)."""
-        self._added[name] = factors
+    def adding(self, name: str, adapters: list[LowRank]) -> Iterator[None]:
+        """A context in which the weight `name` has adapters, whose factors are transposed as the weight is.
+        They stay beside the weight, unless the module runs its own forward."""
+        if not adapters:
+            yield
+            return
+        self._adapters[name] = adapters
         try:
             yield
         finally:
-            del self._added[name]
+            del self._adapters[name]
 
     @contextlib.contextmanager
-    def _changed(self, batches: int) -> Iterator[None]:
-        """A context that adds adapters to the weights, and divides the weights' gradients by `batches`."""
+    def _changed(self, batches: int, merges: bool) -> Iterator[None]:
+        """A context that divides the weights' gradients by `batches`, and if `merges` adds adapters to the
+        weights."""
         weights: Any = self._experts._parameters
         plain = {name: each for name, each in weights.items() if each is not None}
         try:
@@ -66,32 +74,59 @@ class LocalExperts:
                 for name, each in plain.items():
                     if each.requires_grad:
                         weights[name] = DividedGradient.apply(each, batches)  # type: ignore[no-untyped-call]
-            for name, factors in self._added.items():
+            for name, adapters in self._adapters.items() if merges else ():
                 with torch.autocast(plain[name].device.type, enabled=False):  # the weight keeps its dtype
-                    for left, right, scale in factors:
+                    for left, right, scale in adapters:
                         weights[name] = torch.baddbmm(weights[name], left, right, alpha=scale)
             yield
         finally:
             weights.update(plain)
 
-    def run(
-        self, shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, batches: int = 1
+    def __call__(
+        self,
+        comms: LayerCommunicators,
+        hidden_states: Tensor,
+        ids_TK: Tensor,
+        top_k_weights: Tensor,
+        batches: int = 1,
     ) -> Tensor:
         """Returns (T, H): the weighted sum of each token's expert results.
 
         Args:
-            shared: the communicator of all layers of this shape.
-            x_TH, ids_TK, weights_TK: the tokens, their experts and the routing weights, for a dispatch.
+            comms: the communicators of the layer.
+            hidden_states: (T, H), of this rank's batch.
+            ids_TK: (T, K) global expert ids, -1 for none.
+            top_k_weights: (T, K).
             batches: the number by which the gradients of the module's weights are divided.
         """
-        own_pass = self._activation is not None and self._has_plain_weights()
-        own_pass = own_pass and getattr(self._experts, self._first).dtype is x_TH.dtype
-        # Products divide gradients, but not with adapters, whose gradients they would divide too.
-        in_products = own_pass and not self._added
-        with self._changed(1 if in_products else batches):
-            if own_pass:
-                return self._run_pass(shared, x_TH, ids_TK, weights_TK, 1 / batches if in_products else 1.0)
+        self.last_ids_TK, self._plain = ids_TK, self._has_plain_weights()
+        self._cast = None  # autocast's dtype, in which products then are
+        if self._plain and torch.is_autocast_enabled(hidden_states.device.type):
+            self._cast = torch.get_autocast_dtype(hidden_states.device.type)
+        x_TH = hidden_states.to(self._cast or hidden_states.dtype)
+        weights_TK = top_k_weights.to(weight_dtype(x_TH.dtype))
+        shared = comms.of(x_TH, ids_TK.shape[1])
+        return self._run(shared, x_TH, ids_TK, weights_TK, batches).to(hidden_states.dtype)
+
+    def _run(
+        self, shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, batches: int
+    ) -> Tensor:
+        # The passes of moecomm's own layers, without and with adapters: for known functions between the
+        # products, and one dtype.
+        one_dtype = self._plain and (self._cast or getattr(self._experts, self._first).dtype) is x_TH.dtype
+        known = self._activation if one_dtype else None
+        if known is not None and not self._adapters:
+            return self._run_pass(shared, x_TH, ids_TK, weights_TK, 1 / batches)
+        kept = kept_dispatch(ids_TK)
+        if kept is not None and isinstance(kept.state, DispatchOutput):
+            comm, out = kept.comm, dispatch_again(kept, x_TH, weights_TK)
+        else:
             comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
+            keep_dispatch(ids_TK, comm, out)
+        with self._changed(batches, merges=known is None):
+            if known is not None:
+                rows_PH = call_or_tell(comm, self._with_adapters, out, comm, known)
+                return comm.combine(rows_PH, out.handle)
             rows_PH = call_or_tell(comm, self._on_rows, out, comm)
         return comm.combine(rows_PH, out.handle, weights=out.weights)
 
@@ -116,7 +151,7 @@ class LocalExperts:
             return run_forward(forwards[-1], x_TH, weights_TK, weights)
 
         kept = kept_dispatch(ids_TK)
-        if kept is not None:
+        if kept is not None and isinstance(kept.state, DispatchState):
             return forward_on(kept.comm, kept.state)
         y_TH = shared.run(x_TH.shape[0], lambda comm: forward_on(comm, None), lambda: forwards[-1].dispatched)
         keep_dispatch(ids_TK, forwards[-1].context.comm, forwards[-1].state)
@@ -134,12 +169,15 @@ class LocalExperts:
         b_out = experts.down_proj_bias if experts.has_bias else None
         if not experts.is_transposed:
             w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+        if (dtype := self._cast) is not None and w_in.dtype is not dtype:
+            w_in, w_out = w_in.to(dtype), w_out.to(dtype)
+            b_in, b_out = (None if each is None else each.to(dtype) for each in (b_in, b_out))
         return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
 
     def _on_rows(self, out: DispatchOutput, comm: Communicator) -> Tensor:
-        """Returns the experts' results, (P, H) in the rows' dtype, where `_run_pass` cannot run: weights of
-        another dtype, an activation that moecomm lacks, or a module that needs its own forward."""
-        if not self._has_plain_weights():
+        """Returns the experts' results, (P, H) in the rows' dtype, where no pass can run: weights of another
+        dtype, an activation that moecomm lacks, or a module that needs its own forward."""
+        if not self._plain:
             return self._run_forward(out)
         experts: Any = self._experts
         w_in, w_out, *_, b_in, b_out = weights = self._plain_weights()
@@ -148,6 +186,28 @@ class LocalExperts:
         inner_PI = grouped_linear(rows_PH, w_in, b_in, out.offsets, products)
         z_PF = experts._apply_gate(inner_PI) if experts.has_gate else experts.act_fn(inner_PI)
         return grouped_linear(z_PF, w_out, b_out, out.offsets, products).to(out.tokens.dtype)
+
+    def _with_adapters(self, out: DispatchOutput, comm: Communicator, activation: str) -> Tensor:
+        """Returns the experts' results times their routing weights, (P, H), with adapters beside weights."""
+        w_in, w_out, *_, b_in, b_out = weights = self._plain_weights()
+        products = self._products_of(weights, comm)
+
+        def adapter(name: str) -> LowRank | None:
+            found = []
+            for left, right, scale in self._adapters.get(name, ()):
+                if not cast(Any, self._experts).is_transposed:
+                    left, right = right.mT, left.mT
+                found.append(LowRank(left.to(w_in.dtype), right.to(w_in.dtype), scale))
+            return join_adapters(found)
+
+        return adapted_ffn(
+            out.tokens,
+            (w_in, w_out, b_in, b_out),
+            (adapter(self._first), adapter("down_proj")),
+            out.weights,
+            Groups(out.offsets, products.groups_of(out), products),
+            activation,
+        )
 
     def _products_of(self, weights: Weights, comm: Communicator) -> Products:
         """Returns quack's products if they support the experts, else torch's. Tiles are chosen for an
@@ -173,8 +233,8 @@ class LocalExperts:
         return self._products[key]
 
     def _has_plain_weights(self) -> bool:
-        """Returns whether the weights are plain tensors that products accept. Each call asks, since adapters
-        and quantizers may be added later."""
+        """Returns whether the weights are plain tensors that products accept. Each forward asks, since
+        quantizers may come later."""
         experts: Any = self._experts
         if not self._described or experts.config._experts_implementation not in _REPLACED:
             return False

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from moecomm.arguments import weight_dtype
 from moecomm.shared import LayerCommunicators
 from moecomm.transformers.experts import LocalExperts
 from moecomm.transformers.sole_experts import batches_to_divide_by, leave_out_of_fsdp
@@ -28,7 +27,6 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
         self.local = LocalExperts(experts, self.experts_forward, self.num_local_experts)
         self.first_local_expert = ep_mesh.get_local_rank() * self.num_local_experts
         self.num_experts = self.num_local_experts * ep_mesh.size()
-        self.last_ids_TK: Tensor | None = None
         self._comms = LayerCommunicators(ep_mesh.get_group(), self.num_experts)
         self.experts = module = cast(Any, experts)
         module.moecomm = self  # where adapters find it
@@ -52,11 +50,8 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
             hidden_states, top_k_index, top_k_weights = (_slice_of(each, self.tp_mesh) for each in parts)
         none_TK = (top_k_index < 0) | (top_k_index >= self.num_experts)
         ids_TK = top_k_index.masked_fill(none_TK, -1)
-        self.last_ids_TK = ids_TK
-        weights_TK = top_k_weights.to(weight_dtype(hidden_states.dtype))
-        shared = self._comms.of(hidden_states, ids_TK.shape[1])
         batches = batches_to_divide_by(self.experts, self.ep_mesh, self.tp_mesh)
-        y_TH = self.local.run(shared, hidden_states, ids_TK, weights_TK, batches)
+        y_TH = self.local(self._comms, hidden_states, ids_TK, top_k_weights, batches)
         return _whole_of(y_TH, self.tp_mesh, tokens) if self.tp_mesh.size() > 1 else y_TH
 
 

@@ -45,7 +45,8 @@ def rebalance_experts(
     for each in model.modules():
         if isinstance(each, FSDPModule):
             each.reshard()  # an evaluation leaves the outermost unit unsharded
-    found = [(name, each.moecomm) for name, each in model.named_modules() if hasattr(each, "moecomm")]
+    runs = ((name, getattr(each, "moecomm", None)) for name, each in model.named_modules())
+    found = [(name, each) for name, each in runs if isinstance(each, MoecommEP)]
     if not found:
         raise InvalidArgument('model has no experts that run by ep_implementation="moecomm"')
     held: list[Movable] = []
@@ -83,7 +84,7 @@ def _movable(name: str, ep: MoecommEP, router: nn.Module, states: States) -> Mov
     block = name.rpartition(".")[0]
     if ep.ep_mesh.size() < dist.get_world_size():
         raise Unsupported(f"{block} has experts of which other ranks have copies: these stay where they are")
-    if (ids_TK := ep.last_ids_TK) is None:
+    if (ids_TK := ep.local.last_ids_TK) is None:
         raise InvalidArgument(f"{block} has not run: call rebalance_experts after a forward")
     load_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=ep.num_experts).double()
     group, experts = ep.ep_mesh.get_group(), ep.experts

@@ -8,22 +8,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.first_order import first_order
 from moecomm.nn.expert_pass import DispatchState
+from moecomm.types import DispatchOutput, build
 
 
 class Kept(NamedTuple):
-    """A dispatch of the first forward, without its rows."""
+    """A dispatch of the first forward: the state of moecomm's pass, or for other experts the output. Neither
+    has the rows."""
 
     ids_TK: Tensor
     comm: Communicator
-    state: DispatchState
+    state: DispatchState | DispatchOutput
 
 
 class _Current(threading.local):
@@ -49,8 +53,7 @@ def keep_plans() -> Contexts:
         )
 
     Plans take some hundred bytes per token and layer (docs/memory.md). A router must choose the same experts
-    both times; otherwise all ranks raise InvalidArgument. Experts that run their own forward, or whose
-    weights have another dtype than the tokens, dispatch anew.
+    both times; otherwise all ranks raise InvalidArgument.
     """
     region: list[Kept] = []
     return _Within(region, again=False), _Within(region, again=True)
@@ -73,9 +76,12 @@ class _Within(contextlib.AbstractContextManager[None]):
         _current.region, _current.left = self._before.pop()
 
 
-def keep_dispatch(ids_TK: Tensor, comm: Communicator, state: DispatchState) -> None:
+def keep_dispatch(ids_TK: Tensor, comm: Communicator, state: DispatchState | DispatchOutput) -> None:
     """Keeps a dispatch for the recomputation, if this thread runs a region's first forward."""
     if _current.region is not None:
+        if isinstance(state, DispatchOutput):
+            weights = None if state.weights is None else state.weights.detach()
+            state = build(DispatchOutput, **{**state.__dict__, "tokens": None, "weights": weights})
         _current.region.append(Kept(ids_TK, comm, state))
 
 
@@ -91,3 +97,28 @@ def kept_dispatch(ids_TK: Tensor) -> Kept | None:
             )
         )
     return kept
+
+
+def dispatch_again(kept: Kept, x_TH: Tensor, weights_TK: Tensor) -> DispatchOutput:
+    """Returns the output of a kept dispatch with the rows of `x_TH`. Its weights are those of the first
+    forward; their gradient goes to `weights_TK`."""
+    tokens_PH, weights_P = _DispatchAgain.apply(x_TH, weights_TK, kept)  # type: ignore[no-untyped-call]
+    return build(DispatchOutput, **{**kept.state.__dict__, "tokens": tokens_PH, "weights": weights_P})
+
+
+class _DispatchAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weights_TK: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
+        assert isinstance(kept.state, DispatchOutput) and kept.state.weights is not None
+        ctx.kept = kept
+        return kept.comm.redispatch(x_TH, kept.state.handle), kept.state.weights.view_as(kept.state.weights)
+
+    @staticmethod
+    @_disable_dynamo
+    @first_order
+    def backward(ctx: Any, grad_PH: Tensor, grad_P: Tensor) -> tuple[Tensor | None, ...]:
+        comm, handle = ctx.kept.comm, ctx.kept.state.handle
+        grad_x_TH, grad_weights_TK = comm.dispatch_backward(
+            grad_PH, handle, grad_weights=grad_P if ctx.needs_input_grad[1] else None
+        )
+        return grad_x_TH, grad_weights_TK, None

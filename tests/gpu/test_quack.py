@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moecomm.kernels import quack
+from moecomm.kernels import low_rank, quack
 from moecomm.kernels.tiles import TILES, Tile
 from tests.gpu import harness
 from tests.multirank.on_ranks import on_ranks
@@ -59,37 +59,38 @@ def _operands(hidden: int, ffn: int, ends: list[int], seed: int, bias: bool) -> 
 def _by_float64(given: dict[str, torch.Tensor], ends: list[int], activation: str) -> dict[str, torch.Tensor]:
     """The numbers of every product, by torch in float64, of the real rows alone."""
     rows = ends[-1]
-    x, weights = (given[name][:rows].double().requires_grad_() for name in ("x", "weights"))
-    w_in, w_out = (given[name].double().requires_grad_() for name in ("w_in", "w_out"))
-    biases = [given[name].double().requires_grad_() for name in ("b_in", "b_out") if name in given]
-    groups = list(zip([0, *ends[:-1]], ends, strict=True))
-    inner = torch.cat([x[a:b] @ w_in[group] for group, (a, b) in enumerate(groups)])
-    if biases:
-        of_row = torch.cat([torch.full((b - a,), group) for group, (a, b) in enumerate(groups)]).to(x.device)
-        inner = inner + biases[0][of_row]
+    leaves = {
+        name: (each[:rows] if name in ("x", "weights") else each).double().requires_grad_()
+        for name, each in given.items()
+        if name != "grad"
+    }
+    inner, z, y = _forward(leaves, ends, activation)
     inner.retain_grad()
-    interleaved = activation != "swiglu"
-    gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=1)
+    y.backward(given["grad"][:rows].double())
+    grads = {f"grad_{name}": each.grad for name, each in leaves.items()}
+    return {"inner": inner, "z": z, "y": y, "grad_inner": inner.grad, **grads}  # type: ignore[dict-item]
+
+
+def _forward(exact: dict[str, torch.Tensor], ends: list[int], activation: str) -> tuple[torch.Tensor, ...]:
+    """The first product, the activation and the result, of rows up to the last group's end."""
+    counts = torch.tensor(ends, device="cuda").diff(prepend=torch.zeros(1, dtype=torch.int64, device="cuda"))
+    of_row, weights = torch.arange(len(ends), device="cuda").repeat_interleave(counts), exact["weights"]
+
+    def product(rows: torch.Tensor, name: str) -> torch.Tensor:
+        parts = rows.split(counts.tolist())
+        return torch.cat([part @ weight for part, weight in zip(parts, exact[name], strict=True)])
+
+    inner = product(exact["x"], "w_in")
+    if "b_in" in exact:
+        inner = inner + exact["b_in"][of_row]
+    gate, up = (inner[:, ::2], inner[:, 1::2]) if activation != "swiglu" else inner.chunk(2, dim=1)
     if activation == "swiglu_clamped":
         gate = gate.clamp(max=7.0)
         z = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1) * weights[:, None]
     else:
         z = torch.nn.functional.silu(gate) * up * weights[:, None]
-    y = torch.cat([z[a:b] @ w_out[group] for group, (a, b) in enumerate(groups)])
-    if biases:
-        y = y + weights[:, None] * biases[1][of_row]
-    y.backward(given["grad"][:rows].double())
-    return {
-        "inner": inner,
-        "z": z,
-        "y": y,
-        "grad_inner": inner.grad,
-        "grad_weights": weights.grad,
-        "grad_x": x.grad,
-        "grad_w_in": w_in.grad,
-        "grad_w_out": w_out.grad,
-        **dict(zip(("grad_b_in", "grad_b_out"), (each.grad for each in biases), strict=bool(biases))),
-    }  # type: ignore[dict-item]
+    y = product(z, "w_out")
+    return inner, z, y + weights[:, None] * exact["b_out"][of_row] if "b_out" in exact else y
 
 
 def _by_quack(products: Any, given: dict[str, torch.Tensor], offsets: torch.Tensor, activation: str) -> Any:
@@ -313,3 +314,53 @@ def test_gradients_in_float32(rank: int, world_size: int, seed: int) -> list[str
     del graph
     comm.close()
     return problems
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("case", [*CASES, "no rows"])
+@on_ranks(1)
+def test_adapters(rank: int, world_size: int, case: str, scale: float, seed: int) -> None:
+    """Products with adapters, whose factors lie as peft's do, are those of weights with adapters added."""
+    hidden, ffn, ends, activation, bias, columns_first = CASES.get(
+        case, (256, 192, [0, 0, 0], "swiglu", False, True)
+    )
+    given, experts, ranks = _operands(hidden, ffn, ends, seed, bias), len(ends), 8
+    generator = torch.Generator(device="cuda").manual_seed(seed + 1)
+
+    def factors(into: int, out: int) -> list[torch.Tensor]:
+        first = torch.randn(experts, ranks, into, device="cuda", generator=generator) * into**-0.5
+        second = torch.randn(out, ranks, experts, device="cuda", generator=generator) * ranks**-0.5
+        return [each.bfloat16().requires_grad_() for each in (first, second)]
+
+    def adapter(first: torch.Tensor, second: torch.Tensor) -> low_rank.LowRank:
+        return low_rank.LowRank(first.mT, second.permute(2, 1, 0), scale)
+
+    leaves = [*factors(hidden, 2 * ffn), *factors(ffn, hidden)]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    parts = [adapter(*exact[:2]), adapter(*exact[2:])]
+    rows = ends[-1]
+    added = {name: each.double() for name, each in given.items()}
+    added |= {name: added[name][:rows] for name in ("x", "weights")}
+    for name, one in zip(("w_in", "w_out"), parts, strict=True):
+        added[name] = added[name] + one.scale * one.left_LAR @ one.right_LRB
+    *_, y = _forward(added, ends, activation)
+    wanted = (y, *torch.autograd.grad(y, exact, given["grad"][:rows].double()))
+
+    if columns_first:
+        for name in ("w_in", "w_out"):
+            given[name] = given[name].mT.contiguous().mT
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    sizes = {"hidden": hidden, "ffn": ffn, "dtype": torch.bfloat16, "device": offsets.device}
+    products = quack.make_quack_products(
+        **sizes, activation=activation, columns_first=columns_first, compile_now=False
+    )
+    groups = low_rank.Groups(offsets, products.groups(offsets), products)
+    joined = tuple(low_rank.join_adapters([adapter(*leaves[i : i + 2])]) for i in (0, 2))
+    weights = given["w_in"], given["w_out"], given.get("b_in"), given.get("b_out")
+    x, weights_P = given["x"][:rows], given["weights"][:rows]
+    y = low_rank.adapted_ffn(x, weights, joined, weights_P, groups, activation)
+    found = (y, *torch.autograd.grad(y, leaves, given["grad"][:rows]))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        if other.numel():
+            assert (one - other).abs().max() <= 2 * BOUND * max(other.abs().max().item(), 1e-9)

@@ -3,11 +3,13 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moecomm import Communicator
 from moecomm.errors import InvalidArgument, Unsupported
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
@@ -55,13 +57,17 @@ def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -
 
     wanted = run_plain(folder, size, seed, adapt=adapt)
     model: Any = adapt_experts(adapt(load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)))
-    if family == "qwen3_moe":  # layers that are computed again add their adapters again
+    if family in ("qwen3_moe", "gpt_oss"):  # layers that are computed again follow the first plans
         kind = {"use_reentrant": False, "context_fn": keep_plans}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(average)
-    found = differences(model, batch_of(rank, seed), wanted, rank, 1e-5)
+    counted: Any = {"autospec": True, "side_effect": Communicator.dispatch}
+    with mock.patch.object(Communicator, "dispatch", **counted) as sent:
+        found = differences(model, batch_of(rank, seed), wanted, rank, 1e-5)
+    layers = sum(hasattr(each, "moecomm") for each in model.modules())
+    assert sent.call_count - (sent.call_count > layers) == layers  # once more for a larger communicator
     with model.disable_adapter():  # adapters that are off do not count
         logits, _ = run_plain(folder, size, seed).outputs[rank]
         assert torch.allclose(model(batch_of(rank, seed)).logits, logits, rtol=1e-5, atol=1e-5)

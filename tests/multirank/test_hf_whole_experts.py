@@ -1,0 +1,126 @@
+"""Models whose experts are not spread, by experts_implementation="moecomm" and by transformers itself."""
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.errors import InvalidArgument
+from tests.multirank.conftest import own_pool
+from tests.multirank.on_ranks import on_ranks
+
+pytest.importorskip("transformers")
+
+from tests.multirank.hf_models import (
+    EXPERTS,
+    FAMILIES,
+    batch_of,
+    differences,
+    forward_backward,
+    gradients_of,
+    ratios_of,
+    run_plain,
+    saved_once,
+)
+from tests.multirank.test_transformers import folders
+
+__all__ = ["folders"]  # a fixture
+pool = own_pool()
+
+
+def _load(folder: Path, how: str = "moecomm") -> Any:
+    from transformers import AutoModelForCausalLM
+
+    import moecomm.transformers  # noqa: F401
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=how)
+
+
+def _experts(model: Any) -> list[Any]:
+    return [each for name, each in model.named_modules() if name.endswith(".experts")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_families(rank: int, size: int, family: str, folders: Path, seed: int) -> list[str]:
+    """Logits, loss and gradients. Ranks need not call together, although they have a process group."""
+    folder, own = saved_once(folders, family), seed + rank
+    model = _load(folder).train()
+    tokens = batch_of(0, own)
+    for _ in range(2 * rank):
+        model(tokens)
+    found = differences(model, tokens, run_plain(folder, 1, own), 0, 1e-5)
+    logits = model(tokens).logits
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(copied(tokens).logits, logits, rtol=1e-5, atol=1e-6)
+        assert all(each.moecomm.experts is each for each in _experts(copied))
+    length: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    texts = [each.generate(tokens[:, :5], **length) for each in (model, _load(folder, "eager"))]
+    assert torch.equal(*texts)
+    last = weakref.ref(_experts(model)[-1].moecomm.local)
+    del model, logits, copied
+    gc.collect()
+    assert last() is None, "a deleted model's communicators stay"
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@on_ranks(1)
+def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -> None:
+    """Adapters of experts, as peft computes them by weights that it makes."""
+    peft = pytest.importorskip("peft")
+    from moecomm.transformers.adapters import adapt_experts
+
+    folder, tokens = saved_once(folders, family), batch_of(0, seed)
+    config = peft.LoraConfig(
+        r=3, target_modules=["o_proj"], target_parameters=EXPERTS, init_lora_weights=False
+    )
+    results = []
+    for how in ("grouped_mm", "moecomm"):
+        torch.manual_seed(seed % 2**32)
+        model = peft.get_peft_model(_load(folder, how), config)
+        if how == "grouped_mm":
+            with pytest.raises(InvalidArgument, match="experts_implementation='moecomm'"):
+                adapt_experts(model)
+        else:
+            adapt_experts(model)
+        logits, loss = forward_backward(model, tokens)
+        results.append({"logits": logits, "loss": loss, **gradients_of(model)})
+    ratios = ratios_of(results[1], results[0])
+    assert max(ratios.values()) < 2e-5, ratios
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, results[0]["logits"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@on_ranks(1)
+def test_autocast(rank: int, size: int, adapters: bool, folders: Path, seed: int) -> None:
+    """Experts' products are in autocast's dtype, their gradients in the weights'."""
+    peft = pytest.importorskip("peft")
+    from moecomm.transformers.adapters import adapt_experts
+
+    model, tokens = _load(saved_once(folders, "mixtral")).train(), batch_of(0, seed)
+    if adapters:
+        config = peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=EXPERTS)
+        model = adapt_experts(peft.get_peft_model(model, config))
+    exact, _ = forward_backward(model, tokens)
+    wanted = gradients_of(model)
+    model.zero_grad()
+    seen = set()
+    for each in model.modules():
+        if hasattr(each, "moecomm"):
+            of = each.moecomm._comms.of
+            each.moecomm._comms.of = lambda x, *rest, of=of: (seen.add(x.dtype), of(x, *rest))[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(tokens, labels=tokens)
+    out.loss.backward()
+    found = gradients_of(model)
+    assert seen == {torch.bfloat16}
+    assert all(found[name].dtype is torch.float32 for name in wanted)
+    far = {name: ratio for name, ratio in ratios_of(found, wanted).items() if ratio > 0.15}
+    assert not far and (out.logits - exact).abs().max() < 0.05 * exact.abs().max(), far
