@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 bench/transformers_perf.py --model gpt-oss-20b --layers 8 -J run.json
 
 Weights are random, in bfloat16 on GPUs. A step is forward, backward and AdamW under FSDP2 and as many EP
-ranks as there are; "layers" are the experts' modules alone, forward and backward, with drawn ids."""
+ranks as there are, on one rank without either; "layers" are the experts' modules alone, forward and backward,
+with drawn ids."""
 
 from __future__ import annotations
 
@@ -59,10 +60,11 @@ def parse() -> argparse.Namespace:
     add("--model", choices=sorted(MODELS), help="widths (default: qwen3-30b on GPUs, small on the CPU)")
     add("--layers", type=count, default=4)
     add("--tokens", type=count, help="of a rank, in one sequence (default: 4096 on GPUs, 64 on the CPU)")
-    add("--variants", default="all_to_all,moecomm", metavar="LIST", help="ep_implementations, in turns")
+    add("--variants", metavar="LIST", help="ep_implementations, or experts_implementations of one rank")
     add("--rounds", type=count, default=5, help="turns of each variant (%(default)s)")
     add("--steps", type=count, default=4, help="timed steps of a turn (%(default)s)")
     add("--zipf", type=amount, default=0.0, help="ids of the layers: expert n is drawn with weight n**-ZIPF")
+    add("--lora", type=count, default=0, metavar="R", help="train adapters of R columns, on experts as well")
     add("--compile", action="store_true", help="torch.compile for each decoder layer")
     add("--keep", action="store_true", help="FSDP2 gathers layers' weights (not experts') once a step")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -112,18 +114,21 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
     from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.utils import logging
 
     import moecomm.transformers  # noqa: F401  (registers "moecomm")
 
     logging.disable_progress_bar()
-    variants, known = arguments.variants.split(","), EPImplementationInterface()
+    world = dist.get_world_size()
+    known: Any = EPImplementationInterface() if world > 1 else ALL_EXPERTS_FUNCTIONS
+    variants = (arguments.variants or f"{'all_to_all' if world > 1 else 'grouped_mm'},moecomm").split(",")
     if unknown := [each for each in variants if each not in known]:
         raise UsageError(f"--variants has {unknown[0]!r}, must be of {', '.join(known)}")
     gpu = device.type == "cuda"
     name = arguments.model or ("qwen3-30b" if gpu else "small")
     tokens = arguments.tokens or (4096 if gpu else 64)
-    widths, world = MODELS[name][1], dist.get_world_size()
+    widths = MODELS[name][1]
     experts = widths.get("num_experts") or widths["num_local_experts"]
     if experts % world:
         raise UsageError(f"--model {name}: {world} ranks cannot share its {experts} experts evenly")
@@ -156,6 +161,7 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
                 "tokens": tokens,
                 "phase": phase,
                 "zipf": arguments.zipf,
+                "lora": arguments.lora,
                 "compile": arguments.compile,
                 "keep": arguments.keep,
                 "time_s": seconds,
@@ -188,6 +194,20 @@ def save(name: str, layers: int, folder: str, device: Any) -> None:
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
+def adapted(model: Any, columns: int, how: str) -> Any:
+    """Returns the model with adapters beside the attention and the experts, the same on all ranks."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from moecomm.transformers.adapters import adapt_experts
+
+    torch.manual_seed(1)
+    weights = ["experts.gate_up_proj", "experts.down_proj"]
+    targets = {"target_modules": ["q_proj", "v_proj"], "target_parameters": weights}
+    model = get_peft_model(model, LoraConfig(r=columns, init_lora_weights=False, **targets))
+    return adapt_experts(model) if how == "moecomm" else model
+
+
 class Run:
     """A variant's model, and what was measured of it by phase: seconds, those in which the host issued, and
     the most bytes of a GPU besides weights and optimizer."""
@@ -202,14 +222,18 @@ class Run:
 
         self.how, self._device, rank, world = how, device, dist.get_rank(), dist.get_world_size()
         plan = {"model.layers.*": "keep_full_weight"} if arguments.keep else None
-        parallel = DistributedConfig(fsdp_size=world, fsdp_plan=plan, ep_size=world, ep_implementation=how)
+        options: dict[str, Any] = {"experts_implementation": how}
+        if world > 1:
+            sizes = {"fsdp_size": world, "fsdp_plan": plan, "ep_size": world}
+            options = {"distributed_config": DistributedConfig(**sizes, ep_implementation=how)}
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, distributed_config=parallel
-        ).train()
-        for layer in self.model.model.layers if arguments.compile else ():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        for layer in loaded.model.layers if arguments.compile else ():
             layer.compile()
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        loaded = loaded.to(device) if world == 1 else loaded
+        self.model: Any = (adapted(loaded, arguments.lora, how) if arguments.lora else loaded).train()
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         generator = torch.Generator().manual_seed(1 + rank)
         config = self.model.config
         self._tokens = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)

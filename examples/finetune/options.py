@@ -17,7 +17,15 @@ NOT_KEPT = ("resume", "ranks", "note")
 DEMO = {"seq": 128, "batch": 4, "steps": 80, "lr": 2e-3, "balance": 0.05}
 DEMO |= {"eval_every": 40, "save_every": 40}
 """The options with which the small model is trained."""
-FIXED = ("model", "text", "lora", "rank", "seq", "seed")  # options that a resumed run must keep
+FIXED = (
+    "model",
+    "text",
+    "lora",
+    "lora_experts",
+    "rank",
+    "seq",
+    "seed",
+)  # options that a resumed run must keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,7 @@ class Options:
     text: list[str]
     out: str
     lora: bool
+    lora_experts: bool
     rank: int
     seq: int
     batch: int
@@ -79,6 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     elif values["model"] is None:
         parser.set_defaults(**DEMO)
         values = vars(parser.parse_args(arguments))
+    values["lora"] |= values["lora_experts"]
     if values["lr"] is None:
         values["lr"] = 1e-4 if values["lora"] else 1e-5
     if values["model"] is not None and not values["text"]:
@@ -125,6 +135,7 @@ def _parser() -> Parser:
     add("text", nargs="*", metavar="TEXT", help="text files, .jsonl files, folders of them")
     add("--out", default="runs/finetune", help="where checkpoints, metrics, report and model go")
     add("--lora", action="store_true", help="train adapters beside the attention, and no other weight")
+    add("--lora-experts", action="store_true", help="--lora, with adapters on the experts' weights, too")
     add("--rank", type=count, default=16, metavar="R", help="columns of an adapter")
     add("--seq", type=count, default=1024, metavar="TOKENS", help="tokens of a window")
     add("--batch", type=count, default=1, metavar="WINDOWS", help="windows of a rank in one pass")

@@ -180,8 +180,6 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     """Fine-tunes, and writes the model, its metrics and a report to `options.out`. All ranks call it."""
     rank, world, out = dist.get_rank(), dist.get_world_size(), options.folder
     first = rank == 0
-    if world < 2:
-        raise UsageError("one rank has nobody to send tokens to: transformers' Trainer alone trains there")
     _silence()
     folder, places = _model_and_text(options, first)
     model_size = sizes.Model.of(folder)
@@ -189,7 +187,12 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     gpu = device.type == "cuda"
     recompute = gpu if options.recompute is None else options.recompute
     plan = sizes.Plan(
-        ranks=world, tokens=options.batch * options.seq, lora=options.lora, recompute=recompute, gpu=gpu
+        ranks=world,
+        tokens=options.batch * options.seq,
+        lora=options.lora,
+        recompute=recompute,
+        expert_columns=options.rank if options.lora_experts else 0,
+        gpu=gpu,
     )
     fits = sizes.check_fits(model_size, plan, *_room(device))
     tokenizer = _tokenizer(folder)
@@ -213,7 +216,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             flush=True,
         )
     set_seed(options.seed)
-    model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, gpu)
+    model = _load(folder if options.lora or checkpoint is None else checkpoint, options, world, ep, device)
     most = max(int(each.tokens_WS.max()) for each in (training, held_out))
     if most >= model_size.vocabulary:
         known = f"the model {model_size.vocabulary} of them"
@@ -396,12 +399,14 @@ def _arguments(options: Options, gpu: bool) -> TrainingArguments:
         remove_unused_columns=False,
         seed=options.seed,
         use_cpu=not gpu,
+        bf16=gpu and not options.lora and dist.get_world_size() == 1,  # FSDP2 casts on several
         disable_tqdm=True,
         report_to=["tensorboard"],
     )
 
 
-def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
+def _load(source: str, options: Options, world: int, ep: int, device: torch.device) -> Any:
+    gpu, own = device.type == "cuda", options.implementation == "moecomm"
     parallel = DistributedConfig(
         fsdp_size=world,
         ep_size=ep,
@@ -410,23 +415,45 @@ def _load(source: str, options: Options, world: int, ep: int, gpu: bool) -> Any:
     )
     dtype = torch.bfloat16 if gpu and options.lora else torch.float32
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=parallel)
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            distributed_config=parallel if world > 1 else None,
+            experts_implementation="moecomm" if own and ep == 1 else None,
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"transformers cannot load {source} on {world} ranks: {error}") from error
     if options.balance and "output_router_logits" not in inspect.signature(model.forward).parameters:
         raise UsageError(f"--balance: {type(model).__name__} does not tell its routers' logits")
+    if world == 1:
+        model.to(device)
+        model.config.distributed_config = parallel
+        model._is_distributed_loading_by_transformers = True  # else the Trainer wraps it in DDP
     keep_apart(model)
     if not options.lora:
         return model
     from peft import LoraConfig, get_peft_model
 
+    from moecomm.transformers.adapters import adapt_experts
+
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     targets = sorted(names & set(ADAPTED))
     if not targets:
         raise UsageError(f"--lora: {type(model).__name__} has none of {', '.join(ADAPTED)}")
-    return get_peft_model(
-        model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets)
+    weights: set[str] = set()
+    if options.lora_experts:
+        if not own:
+            raise UsageError("--lora-experts needs --implementation moecomm")
+        places = (name.rpartition(".experts.") for name, each in model.named_parameters() if each.dim() == 3)
+        weights = {f"experts.{name}" for _, found, name in places if found}
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=2 * options.rank,
+        target_modules=targets,
+        target_parameters=sorted(weights) or None,
     )
+    model = get_peft_model(model, config)
+    return adapt_experts(model) if weights else model
 
 
 def keep_apart(model: Any) -> None:

@@ -16,10 +16,12 @@ ROOM = 0.92  # usable part of a device's memory: the rest is for libraries, wind
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Numbers of parameters (in all, of the experts, of the widest other layer), and sizes of activations."""
+    """Numbers of parameters (in all, of the widest layer, of experts' adapters with one column), and sizes of
+    activations."""
 
     parameters: int
     layer_parameters: int
+    adapter_parameters: int
     layers: int
     hidden: int
     vocabulary: int
@@ -50,6 +52,11 @@ class Model:
         return cls(
             parameters=sum(each.numel() for each in model.parameters()),
             layer_parameters=max(sum(each.numel() for each in block.parameters()) for block in blocks),
+            adapter_parameters=sum(
+                each.shape[0] * (each.shape[1] + each.shape[2])
+                for name, each in model.named_parameters()
+                if ".experts." in name and each.dim() == 3
+            ),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             vocabulary=text.vocab_size,
@@ -78,6 +85,7 @@ class Plan:
     tokens: int  # of a rank per pass
     lora: bool
     recompute: bool
+    expert_columns: int = 0  # of the experts' adapters
     gpu: bool
 
     def bytes_of(self, model: Model) -> dict[str, int]:
@@ -91,6 +99,7 @@ class Plan:
         return {
             "weights": share * weight,
             "gradients and optimizer": share * state,
+            "experts' adapters": model.adapter_parameters * self.expert_columns * 4 * weight,
             "the layer at work": model.layer_parameters * width,
             "activations": self.tokens * (model.layers * kept + once) * width,
             "logits": self.tokens * model.vocabulary * (8 + 2 * width),  # and in float32, with gradients

@@ -187,6 +187,7 @@ def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -
 BIG = sizes.Model(
     parameters=30_532_122_624,
     layer_parameters=620_000_000,
+    adapter_parameters=39_300_000,
     layers=48,
     hidden=2048,
     vocabulary=151_936,
@@ -202,6 +203,8 @@ def test_a_model_is_measured_by_its_config(model: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model)
     assert found.parameters == sum(each.numel() for each in loaded.parameters())
     assert found.layer_parameters == sum(each.numel() for each in loaded.model.layers[0].parameters())
+    weights = [each for each in loaded.parameters() if each.dim() == 3]
+    assert found.adapter_parameters == sum(len(each) * sum(each.shape[1:]) for each in weights) > 0
     assert (found.experts, found.top_k, found.layers) == (demo.EXPERTS, 2, demo.LAYERS)
 
 
@@ -216,6 +219,8 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
     assert "GiB a rank" in sizes.check_fits(BIG, fits, gpu, "a GPU")
     with pytest.raises(UsageError, match="nothing of"):
         sizes.check_fits(BIG, plan, sizes.GiB, "a GPU")
+    one = sizes.Plan(ranks=1, tokens=4096, lora=True, recompute=True, expert_columns=16, gpu=True)
+    assert "experts' adapters 4.7" in sizes.check_fits(BIG, one, 140 * sizes.GiB, "a GPU")
 
 
 def test_cached_files_leave_memory_available() -> None:
@@ -333,7 +338,7 @@ def _run(*arguments: object, ranks: int = 2, code: int = 0) -> str:
 
 
 def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -> None:
-    """Two steps on two ranks, then two more on four, with their experts on four ranks."""
+    """Two steps on two ranks, two more on four, with their experts on four ranks, and one on one rank."""
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "run"
@@ -363,6 +368,8 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     window = torch.arange(3, 35).unsqueeze(0)
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(window).logits
     assert not torch.equal(loaded(window).logits, before)
+    said = _run("--resume", "--out", out, "--steps", 5, ranks=1)
+    assert "8 experts on 1 of 1 ranks" in said and "5 steps" in said.splitlines()[-1]
 
 
 BAD_GRADIENTS = """
@@ -418,7 +425,8 @@ def test_steps_without_a_finite_norm_are_left_out(tmp_path: Path, model: Path) -
     assert "step 2: the held-out loss is nan; the ch" in said and "suspect-2; go on from" in said
 
 
-def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("kind", ["--lora --rebalance 2", "--lora-experts"])
+def test_adapters_alone_are_trained(tmp_path: Path, model: Path, kind: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -426,13 +434,19 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path) -> None:
     chat = chat_of("Count.", "one two three four five")
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
     # The log has the first losses, and the last.
-    flags = f"--lora --lr 1e-2 --balance 0.01 --rebalance 2 --steps 4 {SMALL} --log-every 3".split()
+    flags = f"{kind} --lr 1e-2 --balance 0.01 --steps 4 {SMALL} --log-every 3".split()
     said = _run(model, chats, "--out", tmp_path / "run", *flags)
     first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
     assert last < first and "step     4/4  loss" in said
     base = AutoModelForCausalLM.from_pretrained(model)
     adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "model")
-    assert any(each.abs().sum() > 0 for name, each in adapted.named_parameters() if "lora_B" in name)
+    changed = [name for name, each in adapted.named_parameters() if "lora_B" in name and each.abs().sum() > 0]
+    assert changed and any(".experts." in name for name in changed) == (kind == "--lora-experts")
+    if kind == "--lora-experts":
+        said = _run("--resume", "--out", tmp_path / "run", "--steps", 5, ranks=1)
+        assert (
+            "5 steps" in said.splitlines()[-1] and float(said.splitlines()[-1].split()[4].strip(",")) < first
+        )
 
 
 def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: Path) -> None:
@@ -447,7 +461,11 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
     for ranks, arguments, says in (
         (0, [tmp_path, place], "has no config.json"),
         (0, [model, tmp_path / "none"], "there is no"),
-        (1, [model, place], "one rank has nobody to send tokens to"),
+        (
+            2,
+            [model, place, "--lora-experts", "--implementation", "all_to_all"],
+            "needs --implementation moecomm",
+        ),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
         (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
         (2, [silent, place], ", the model 96 of them"),
