@@ -62,7 +62,7 @@ def window_shape(
     have. others: top_k and max_tokens."""
     if dtype not in tuple(NATIVE_DTYPES):  # not everything can be hashed
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
-        raise InvalidArgument(f"dtype is {dtype}, expected one of {names}")
+        raise InvalidArgument(f"dtype is {dtype!r}, expected one of {names}")
     for name, value in {"ranks": ranks, "hidden": hidden, **others}.items():
         require_integer(name, value, 1)
     if hidden * dtype.itemsize % 16 != 0:

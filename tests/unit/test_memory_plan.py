@@ -65,6 +65,7 @@ def test_table() -> None:
         ({"max_tokens": 2**28 - 1, "hidden": 2**31 - 4}, ["max_tokens is 268435455", "bytes"]),
         ({"ranks": 0}, ["ranks is 0"]),
         ({"dtype": torch.int32}, ["dtype is torch.int32"]),
+        ({"dtype": "float32"}, ["dtype is 'float32', expected one of torch.float32"]),
         ({"ranks_per_node": 0}, ["ranks_per_node is 0"]),
         ({"ranks_per_node": 3}, ["ranks_per_node is 3", "4 ranks"]),
     ],
