@@ -75,6 +75,18 @@ def require_tensor(name: str, value: Any, device: torch.device) -> None:
         )
 
 
+def require_values(**modules: torch.nn.Module | None) -> None:
+    """Raises InvalidArgument for a module's own parameter on the meta device, by which torch multiplies on
+    a CPU all the same, to any numbers."""
+    for module_name, module in modules.items():
+        for name, parameter in module._parameters.items() if module is not None else ():
+            if parameter is not None and parameter.is_meta:
+                raise InvalidArgument(
+                    f"{module_name}.{name} is on meta, must have values: call model.to_empty(device=...) and "
+                    "each module's reset_parameters(), or load a state with assign=True"
+                )
+
+
 def _require_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], letters: str) -> None:
     if value.shape != shape:
         raise InvalidArgument(f"{name} has shape {tuple(value.shape)}, expected {letters} = {shape}")

@@ -120,9 +120,8 @@ def _require_parameters(experts: Any) -> None:
     for name in ("w_in", "w_out"):
         if leaf_of(getattr(experts, name)) is None:
             raise InvalidArgument(
-                f"defer_weights is True and experts.{name} is computed from parameters (by "
-                "torch.nn.utils.parametrize, for example), must be a parameter or a cast of one: set "
-                "defer_weights=False"
+                f"defer_weights is True and experts.{name} is computed (by torch.nn.utils.parametrize, for "
+                "example), must be a parameter or a cast of one: set defer_weights=False"
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecomm.arguments import require_module, require_number, require_tensor, waited
+from moecomm.arguments import require_module, require_number, require_tensor, require_values, waited
 from moecomm.autograd.attached_loss import attach_loss
 from moecomm.autograd.deferred import Deferred
 from moecomm.backends.base import MOST_CALLERS, caller_of
@@ -316,6 +316,7 @@ class MoELayer(nn.Module):
             with without_autocast(self.comm.device.type):
                 check_settings(self, in_order, watched)
             require_tensor("x", x, self.comm.device)
+            require_values(router=self.router, experts=self.experts, shared=self.shared)
             if x.dtype not in NATIVE_DTYPES:
                 raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}")
             hidden = self.config.hidden

@@ -244,6 +244,19 @@ def test_other_dtypes_are_refused(comm: moecomm.Communicator, dtype: torch.dtype
     assert layer(torch.zeros(4, 16)).shape == (4, 16)
 
 
+@pytest.mark.parametrize("part", ["router", "experts", "shared"])
+def test_weights_without_values_are_refused(comm: moecomm.Communicator, part: str, seed: int) -> None:
+    """A start on the meta device without to_empty: torch multiplies by such weights, to any numbers."""
+    layer = made(comm, seed, num_shared_experts=1)
+    getattr(layer, part).to("meta")
+    with pytest.raises(
+        moecomm.InvalidArgument, match=rf"{part}\.w.* is on meta, must have values: call .*to_empty"
+    ):
+        layer(torch.randn(4, 16))
+    getattr(layer, part).to_empty(device="cpu").reset_parameters()
+    assert layer(torch.randn(4, 16)).isfinite().all()
+
+
 def test_another_default_device_and_dtype(comm: moecomm.Communicator, seed: int) -> None:
     layer, x_TH = made(comm, seed), torch.randn(4, 16)
     want_TH = layer(x_TH)
