@@ -68,7 +68,8 @@ def test_a_dispatch_and_its_combine(rank: int, size: int, seed: int) -> None:
             if zero_copy:
                 buffer.get_next_low_latency_combine_buffer(handle)[:] = rows
             out = torch.empty_like(x) if zero_copy else None
-            given = torch.full_like(rows, torch.nan) if zero_copy else rows
+            strided = rows.transpose(0, 1).contiguous().transpose(0, 1)
+            given = torch.full_like(rows, torch.nan) if zero_copy else strided
             counted = ids if zero_copy else ids.clone()
             if not zero_copy and len(ids):
                 counted[0] = -1

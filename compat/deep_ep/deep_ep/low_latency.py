@@ -236,7 +236,7 @@ class LowLatency(Operations):
             raise InvalidArgument(f"topk_weights has shape {sizes}")
 
         def bring_back() -> tuple[Tensor | None, ...]:
-            counted_TK, rows_PH = topk_weights, rows.view(-1, shape[2])
+            counted_TK, rows_PH = topk_weights, rows.reshape(-1, shape[2])
             if not handle.is_of(topk_idx):
                 counted_TK = topk_weights.masked_fill(topk_idx < 0, 0.0)
             if ids_TK is None or carrying is None:
