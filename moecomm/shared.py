@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, MismatchedArguments, known_to_all
-from moecomm.types import ALONE, DispatchOutput
+from moecomm.setup.checks import absence_seconds, timeout_seconds
+from moecomm.setup.rendezvous import Rendezvous
+from moecomm.types import DispatchOutput
 
 Result = TypeVar("Result")
 
@@ -102,7 +103,7 @@ class SharedCommunicator:
         rank had too many. Returns whether it has built one; all ranks return the same."""
         if not may_be_too_large(error):
             return False
-        (most,) = _largest(self._group, self._shape.device, tokens)
+        (most,) = largest(self._group, tokens)
         if most <= self._comm.max_tokens:  # all ranks have another error
             return False
         # Graphs of autograd keep the old, smaller communicator alive while they need it.
@@ -119,13 +120,14 @@ def may_be_too_large(error: InvalidArgument) -> bool:
     return known_to_all(error) and not isinstance(error, MismatchedArguments)
 
 
-def _largest(group: Any, device: torch.device, *values: int) -> list[int]:
-    """Returns for each value the largest over all ranks."""
-    if group is ALONE:
-        return list(values)
-    most = torch.tensor(values, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return most.tolist()
+def largest(group: Any, *values: int) -> list[int]:
+    """Returns for each value the largest over all ranks, which call this together. Raises PeerTimeout for a
+    rank that does not come before the deadline of an operation."""
+    rendezvous = Rendezvous(group, timeout_seconds(None))
+    patience = max(1.0, absence_seconds(None) / rendezvous.timeout)
+    with rendezvous:
+        told = rendezvous.exchange(f"construction: {len(values)} sizes", {"sizes": values}, patience)
+    return [max(sizes) for sizes in zip(*(each["sizes"] for each in told), strict=True)]
 
 
 def round_up(tokens: int) -> int:
@@ -156,7 +158,7 @@ def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunic
     if found is not None and found.has_ended():
         found = None
     serial = 0 if found is None else found.serial
-    newest, oldest, built, most = _largest(group, shape.device, serial, -serial, known.built, tokens)
+    newest, oldest, built, most = largest(group, serial, -serial, known.built, tokens)
     if found is None or newest != -oldest:
         known.built = built + 1
         found = known.alive[shape] = SharedCommunicator(group, shape, known.built, most)

@@ -27,7 +27,7 @@ from moecomm import Communicator, DispatchOutput
 from moecomm.arguments import check_weights, require_integer
 from moecomm.backends.opened import call_or_tell
 from moecomm.errors import CapacityExceeded, InvalidArgument
-from moecomm.shared import may_be_too_large
+from moecomm.shared import largest, may_be_too_large
 
 __all__ = ["BufferConfig", "HybridEPBuffer", "indices_to_map"]
 
@@ -383,7 +383,8 @@ class HybridEPBuffer(Operations):
         reads = options["capacity"] is None or not map_TE.is_cuda
         held = config.num_of_experts_per_token or self._top_k.get(experts)
         if held is None:
-            held = self._top_k[experts] = max(1, self._largest(most_experts(map_TE), map_TE.device))
+            (needed,) = largest(self.group, map_TE.device, most_experts(map_TE))
+            held = self._top_k[experts] = max(1, needed)
         most = most_experts(map_TE) if reads else held
         while True:
             ids_TK = ids_of(map_TE, max(held, most))
@@ -396,7 +397,7 @@ class HybridEPBuffer(Operations):
             except InvalidArgument as raised:
                 if not reads or not may_be_too_large(raised):
                     raise
-                needed = self._largest(most, map_TE.device)
+                (needed,) = largest(self.group, map_TE.device, most)
                 if needed <= held:  # the error is another one, on all ranks
                     raise
             # More than needed, so that batches with ever more do not each build a communicator.
@@ -404,12 +405,6 @@ class HybridEPBuffer(Operations):
             config.num_of_experts_per_token = 0
             assert self._by_experts is not None
             del self._by_experts[experts]  # handles keep the smaller one while they need it
-
-    def _largest(self, number: int, device: torch.device) -> int:
-        """Returns the largest of all ranks' numbers."""
-        most = torch.tensor(number, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return int(most)
 
     def _forgive(self) -> None:
         """Clears errors about rows that were left out, which a later dispatch would raise: the flags of
