@@ -216,6 +216,18 @@ def test_bad_calls_of_hybrid(rank: int, size: int, seed: int) -> None:
     _near(sums, x, map_TE.view(4, size, -1).any(2).sum(1))
 
 
+@on_ranks(2)
+def test_ids_that_change_in_inference_mode(rank: int, size: int, seed: int) -> None:
+    """They have no version by which a change is noticed, so the handle has the ids of the dispatch."""
+    with torch.inference_mode():
+        x, ids, weights, _, probs = (each.clone() for each in _batches(size, seed)[rank])
+        given = {"topk_idx": ids, "topk_weights": weights, "num_of_experts": _experts(size)}
+        rows, factors, _, _, handle = _buffer(size).dispatch_with_permute(hidden=x, **given)
+        ids.fill_(-1)
+        _, back = _buffer(size).combine_with_unpermute(hidden=rows, probs=factors, handle=handle)
+        assert torch.equal(back, probs)
+
+
 SIGNATURES = {
     "__init__": """group hidden_dim max_num_of_tokens_per_rank num_local_experts use_fp8=False
         num_sms_dispatch_api=None num_sms_combine_api=None num_sms_preprocessing_api=None

@@ -26,6 +26,7 @@ from deep_ep.operations import (
     parts_of,
     plan_of,
     rounded_up,
+    unchanging,
 )
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm import Communicator, DispatchOutput
@@ -292,7 +293,7 @@ class ElasticBuffer(Operations):
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.tokens_per_expert)
             counts = all_rounded_up(out.host_counts or [], alignment)
-            ids = ids_TK.clone() if do_handle_copy else ids_TK
+            ids = ids_TK.clone() if do_handle_copy else unchanging(ids_TK)
             sizes = (num_experts, alignment, most, num_sms)
             handle = EPHandle(comm, out, do_expand, *sizes, ids, counts, options)
             scales = out.scales

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deep_ep.maps import spread
-from deep_ep.operations import PlanHandle, all_rounded_up
+from deep_ep.operations import PlanHandle, all_rounded_up, unchanging
 from moecomm import Communicator, DispatchOutput
 
 
@@ -43,7 +43,7 @@ class DispatchHandle(TupleHandle):
         capacity: int | None,
     ) -> None:
         self.comm, self.options = comm, {"layout": "rank", "capacity": capacity}
-        self.keep(out, ids_TK)
+        self.keep(out, unchanging(ids_TK))
         self._is_token_in_rank = is_token_in_rank
 
     def _elements(self) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ class HybridHandle(TupleHandle):
         config: Any,
     ) -> None:
         self.comm, self.options = comm, options
-        self.keep(out, ids_TK)
+        self.keep(out, unchanging(ids_TK))
         self._config, self._host_counts, self._ids_PK = config, out.host_counts, out.topk_idx
 
     def padded_counts(self) -> torch.Tensor:

@@ -257,6 +257,11 @@ def _version(ids_TK: Tensor) -> int:
     return 0 if ids_TK.is_inference() else ids_TK._version
 
 
+def unchanging(ids_TK: Tensor) -> Tensor:
+    """Returns ids for a handle: in inference mode a copy, as changes of the caller's would not be noticed."""
+    return ids_TK.clone() if ids_TK.is_inference() else ids_TK
+
+
 def carriers(ids_TK: Tensor, comm: Communicator) -> Tensor:
     """Returns uninitialised rows of 16 bytes, the smallest size of a row. Dispatched by `ids_TK`, they bring
     the tokens' weights to the experts where the tokens' rows have gone along `comm` before."""
