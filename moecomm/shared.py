@@ -18,7 +18,7 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, MismatchedArguments, known_to_all
 from moecomm.setup.checks import absence_seconds, timeout_seconds
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import DispatchOutput
+from moecomm.types import ALONE, DispatchOutput
 
 Result = TypeVar("Result")
 
@@ -123,6 +123,8 @@ def may_be_too_large(error: InvalidArgument) -> bool:
 def largest(group: Any, *values: int) -> list[int]:
     """Returns for each value the largest over all ranks, which call this together. Raises PeerTimeout for a
     rank that does not come before the deadline of an operation."""
+    if group is ALONE:
+        return list(values)
     rendezvous = Rendezvous(group, timeout_seconds(None))
     patience = max(1.0, absence_seconds(None) / rendezvous.timeout)
     with rendezvous:

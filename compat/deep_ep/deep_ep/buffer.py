@@ -22,7 +22,6 @@ from deep_ep.operations import all_rounded_up, events_of, parts_of
 from deep_ep.utils import EventHandle, EventOverlap
 from moecomm.arguments import require_integer
 from moecomm.errors import InvalidArgument
-from moecomm.shared import all_reduce
 
 
 class Buffer(LowLatency):
@@ -294,5 +293,6 @@ class Buffer(LowLatency):
 
     def _total(self, num_tokens_per_expert: Any) -> Tensor:
         """Returns (L,): the tokens of all ranks for each expert of this rank."""
-        total_E = all_reduce(num_tokens_per_expert.clone(), dist.ReduceOp.SUM, self.group)
+        total_E = num_tokens_per_expert.clone()
+        dist.all_reduce(total_E, group=self.group)
         return total_E.view(self.group_size, -1)[self.rank]

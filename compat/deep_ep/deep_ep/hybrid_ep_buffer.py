@@ -59,7 +59,7 @@ class HybridEPBuffer(Operations):
     brings more tokens. Ranks may have different numbers of tokens, also none.
 
     A communicator has a fixed top-k. For ids it is their K. A routing map has no K: all ranks agree on the
-    most experts of a token by an all-reduce, once, and again when a token of any rank has more.
+    most experts of a token, once, and again when a token of any rank has more.
 
     Args:
         group: the ranks.
@@ -383,7 +383,7 @@ class HybridEPBuffer(Operations):
         reads = options["capacity"] is None or not map_TE.is_cuda
         held = config.num_of_experts_per_token or self._top_k.get(experts)
         if held is None:
-            (needed,) = largest(self.group, map_TE.device, most_experts(map_TE))
+            (needed,) = largest(self.group, most_experts(map_TE))
             held = self._top_k[experts] = max(1, needed)
         most = most_experts(map_TE) if reads else held
         while True:
@@ -397,7 +397,7 @@ class HybridEPBuffer(Operations):
             except InvalidArgument as raised:
                 if not reads or not may_be_too_large(raised):
                     raise
-                (needed,) = largest(self.group, map_TE.device, most)
+                (needed,) = largest(self.group, most)
                 if needed <= held:  # the error is another one, on all ranks
                     raise
             # More than needed, so that batches with ever more do not each build a communicator.
