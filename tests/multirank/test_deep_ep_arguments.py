@@ -92,6 +92,9 @@ def _bad(value: Any) -> Iterator[Any]:
 
 CUT = {
     "combine": ("topk_weights", "bias"),
+    "elastic": ("cumulative_local_expert_recv_stats",),
+    "expanded": ("cumulative_local_expert_recv_stats",),
+    "slots": ("cumulative_local_expert_recv_stats",),
     "elastic back": ("topk_weights",),
     "without ids": ("is_token_in_rank",),
     "hybrid": ("routing_map", "probs"),

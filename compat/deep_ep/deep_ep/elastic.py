@@ -271,7 +271,6 @@ class ElasticBuffer(Operations):
         require_integer("num_experts", num_experts, 1)
         require_integer("num_sms", num_sms, 0)
         ids_TK, top_k = topk_idx, top_k_of(topk_idx)
-        require_counts(cumulative_local_expert_recv_stats, num_experts // self.num_ranks)
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         require_integer("num_max_tokens_per_rank", most, 0)
         waits = do_cpu_sync is None or do_cpu_sync
@@ -280,9 +279,13 @@ class ElasticBuffer(Operations):
         every = 0 if waits else most
         shared = self.communicator(x, num_experts, top_k, num_sms or None, every=every)
         tokens = len(parts_of(x)[0])
-        if capacity is not None and tokens > most:
-            text = f"x has {tokens} tokens, expected at most num_max_tokens_per_rank = {most}"
-            shared.refuse(InvalidArgument(f"{text} with do_cpu_sync=False"), topk_idx, capacity)
+        try:
+            require_counts(cumulative_local_expert_recv_stats, num_experts // self.num_ranks)
+            if capacity is not None and tokens > most:
+                text = f"x has {tokens} tokens, expected at most num_max_tokens_per_rank = {most}"
+                raise InvalidArgument(f"{text} with do_cpu_sync=False")
+        except InvalidArgument as error:
+            shared.refuse(error, topk_idx, capacity)
         options: dict[str, Any] = {"capacity": capacity, "layout": "rank"}
         if do_expand:
             options |= {"layout": "expert", "alignment": alignment}

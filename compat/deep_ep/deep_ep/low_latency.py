@@ -135,7 +135,7 @@ class LowLatency(Operations):
         _ignore("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
         tokens = require_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         comm = self._of(x, num_experts, top_k_of(topk_idx), tokens, "fp8" if use_fp8 else None)
-        require_counts(cumulative_local_expert_recv_stats, comm.num_local_experts)
+        call_or_tell(comm, require_counts, cumulative_local_expert_recv_stats, comm.num_local_experts)
         carrying = None  # brings the weights of a combine, unless the combine itself does
         if not comm.weighs_tokens:
             carrying = self._of(carriers(topk_idx, comm), num_experts, comm.top_k, tokens, None)
