@@ -340,8 +340,8 @@ def memory_of(tensor: Tensor) -> int:
     address = tensor.data_ptr()
     if address == 0 and tensor.numel() > 0:
         raise InvalidArgument(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, which the operation has made, has no "
-            "memory, expected a call outside of FakeTensorMode and of other modes that make such tensors"
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory, expected one that "
+            "was not freed by resize_(0), and a call outside of FakeTensorMode and of modes like it"
         )
     return address
 

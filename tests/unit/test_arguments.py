@@ -17,6 +17,7 @@ from moecomm.arguments import (
     require_integer,
     weight_dtype,
 )
+from moecomm.backends.base import memory_of
 
 CPU = torch.device("cpu")
 
@@ -144,3 +145,10 @@ def test_tensors_of_torch_func_are_refused() -> None:
 
     torch.func.grad(look)(torch.zeros(3, 8))
     torch.func.vmap(look)(torch.zeros(2, 3, 8))
+
+
+def test_a_tensor_whose_memory_was_freed() -> None:
+    x = torch.ones(3, 8)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgument, match=r"\(3, 8\) has no memory, .* not freed by resize_\(0\)"):
+        memory_of(x)
