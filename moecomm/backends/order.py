@@ -73,23 +73,22 @@ class InOrder:
         here = self._here
         if getattr(here, "inside", False):
             raise within_another()
-        running, future = False, None
+        future = None
         try:
             here.inside = True
             with self._gate:
                 last = self._last()
                 if last is not None and not last.done():
                     future = self._enqueue(operation, *arguments)
-                else:
-                    running = self._running.acquire()
-                    if threading.current_thread().daemon:
-                        _to_finish.add(self)
+                elif threading.current_thread().daemon:
+                    _to_finish.add(self)
                 del last
-            return operation(*arguments) if future is None else self.result(future)
+            if future is not None:
+                return self.result(future)
+            with self._running:  # not acquire(), after which Ctrl-C could come before a `try`
+                return operation(*arguments)
         finally:
             del future  # as in `result`
-            if running:
-                self._running.release()
             here.inside = False
 
     def submit(self, operation: Callable[..., Result], *arguments: Any) -> Future[Result]:
