@@ -168,9 +168,14 @@ def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunic
 
 
 class LayerCommunicators:
-    """Keeps alive the communicators that one layer uses: one for each Shape of its batches."""
+    """Keeps alive the communicators that one layer uses: one for each Shape of its batches.
+
+    Attributes:
+        alone: whether the group is ALONE.
+    """
 
     def __init__(self, group: Any, num_experts: int) -> None:
+        self.alone = group is ALONE
         self._group, self._num_experts = group, num_experts
         self._found: dict[tuple[Any, ...], SharedCommunicator] = {}
 

@@ -48,6 +48,7 @@ class LocalExperts:
         self._products: dict[tuple[Any, ...], Products] = {}
         self._adapters: dict[str, list[LowRank]] = {}
         self._plain, self._cast = self._described, cast("torch.dtype | None", None)
+        self._capacity: int | None = None
         self.last_ids_TK: Tensor | None = None
 
     @contextlib.contextmanager
@@ -105,7 +106,9 @@ class LocalExperts:
             self._cast = torch.get_autocast_dtype(hidden_states.device.type)
         x_TH = hidden_states.to(self._cast or hidden_states.dtype)
         weights_TK = top_k_weights.to(weight_dtype(x_TH.dtype))
-        shared = comms.of(x_TH, ids_TK.shape[1])
+        # Alone a rank knows the number of its rows: the host waits for nothing.
+        self._capacity = (ids_TK.numel() or None) if comms.alone and self._plain else None
+        shared = comms.of(x_TH, ids_TK.shape[1], every=x_TH.shape[0] if comms.alone else 0)
         return self._run(shared, x_TH, ids_TK, weights_TK, batches).to(hidden_states.dtype)
 
     def _run(
@@ -121,7 +124,7 @@ class LocalExperts:
         if kept is not None and isinstance(kept.state, DispatchOutput):
             comm, out = kept.comm, dispatch_again(kept, x_TH, weights_TK)
         else:
-            comm, out = shared.dispatch(x_TH, ids_TK, weights_TK)
+            comm, out = shared.dispatch(x_TH, ids_TK, weights_TK, capacity=self._capacity)
             keep_dispatch(ids_TK, comm, out)
         with self._changed(batches, merges=known is None):
             if known is not None:
@@ -145,6 +148,7 @@ class LocalExperts:
                 topk_idx_TK=ids_TK,
                 activation=self._activation or "",
                 products=self._products_of(weights, comm),
+                capacity=self._capacity,
                 gradient_scale=scale,
             )
             forwards.append(Forward(context, state))

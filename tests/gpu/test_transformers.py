@@ -28,6 +28,18 @@ def _with_nccl(rank: int, size: int) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
 
 
+def _load(folder: Path, how: str, size: int, dtype: torch.dtype) -> torch.nn.Module:
+    """Loads a model whose experts are over all ranks, or on one rank by an experts_implementation."""
+    if size > 1:
+        return hf_models.load_parallel(folder, how, fsdp_size=size, ep_size=size, dtype=dtype)
+    from transformers import AutoModelForCausalLM
+
+    import moecomm.transformers  # noqa: F401
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation=how)
+    return model.to(harness.device())
+
+
 def _families(rank: int, size: int, folder: Path, seed: int) -> list[str]:
     _with_nccl(rank, size)
     found, device = [], harness.device()
@@ -38,9 +50,8 @@ def _families(rank: int, size: int, folder: Path, seed: int) -> list[str]:
         dist.barrier()
         plain = hf_models.run_plain(folder / family, size, seed, torch.bfloat16, device)
         tokens = hf_models.batch_of(rank, seed).to(device)
-        for how in ("all_to_all", "moecomm"):
-            parallel = {"fsdp_size": size, "ep_size": size, "dtype": torch.bfloat16}
-            model = hf_models.load_parallel(folder / family, how, **parallel).train()
+        for how in ("all_to_all" if size > 1 else "grouped_mm", "moecomm"):
+            model = _load(folder / family, how, size, torch.bfloat16).train()
             differs = hf_models.differences(model, tokens, plain, rank, BOUND)
             found += [f"{family}, {how}, {each}" for each in differs]
             del model
@@ -67,9 +78,9 @@ def _trainers(rank: int, size: int, folder: Path, seed: int) -> list[str]:
     found = []
     for library in ("transformers", "trl") if find_spec("trl") else ("transformers",):
         losses = {}
-        for how in ("all_to_all", "moecomm"):
+        for how in ("all_to_all" if size > 1 else "grouped_mm", "moecomm"):
             set_seed(seed % 2**32)
-            model = hf_models.load_parallel(folder / "model", how, fsdp_size=size, ep_size=size)
+            model = _load(folder / "model", how, size, torch.float32)
             kind, steps = on_cpu_ranks._trainer(library), {"gradient_accumulation_steps": 2, "max_steps": 3}
             _, losses[how] = on_cpu_ranks._train(
                 kind, model, folder / "out", seed, {}, use_cpu=False, **options, **steps
