@@ -25,6 +25,8 @@ if not __package__:  # started as a file: the folder above bench/ is not on the 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
+import torch
+import torch.distributed as dist
 from lm import ranks
 from lm.errors import UsageError, exit_code
 from lm.flags import Parser, amount, count
@@ -88,8 +90,6 @@ def start() -> int:
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    import torch.distributed as dist
-
     from bench.harness import record, report
 
     with ranks.process_group(arguments.device) as device:
@@ -111,8 +111,6 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     """Returns a row of each variant and phase: medians over the turns, on the slowest rank."""
-    import torch
-    import torch.distributed as dist
     from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.utils import logging
@@ -157,13 +155,9 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
             row = {
                 "path": run.how,
                 "model": name,
-                "layers": arguments.layers,
                 "tokens": tokens,
                 "phase": phase,
-                "zipf": arguments.zipf,
-                "lora": arguments.lora,
-                "compile": arguments.compile,
-                "keep": arguments.keep,
+                **{each: vars(arguments)[each] for each in ("layers", "zipf", "lora", "compile", "keep")},
                 "time_s": seconds,
                 "min_s": min(samples),
                 "samples_s": samples,
@@ -183,7 +177,6 @@ def is_wrong(loss: float, first: float, device: str) -> int:
 
 
 def save(name: str, layers: int, folder: str, device: Any) -> None:
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, widths = MODELS[name]
@@ -196,7 +189,6 @@ def save(name: str, layers: int, folder: str, device: Any) -> None:
 
 def adapted(model: Any, columns: int, how: str) -> Any:
     """Returns the model with adapters beside the attention and the experts, the same on all ranks."""
-    import torch
     from peft import LoraConfig, get_peft_model
 
     from moecomm.transformers.adapters import adapt_experts
@@ -215,8 +207,6 @@ class Run:
     def __init__(
         self, how: str, folder: str, tokens: int, device: Any, arguments: argparse.Namespace
     ) -> None:
-        import torch
-        import torch.distributed as dist
         from transformers import AutoModelForCausalLM
         from transformers.distributed import DistributedConfig
 
@@ -238,26 +228,17 @@ class Run:
         config = self.model.config
         self._tokens = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)
         experts = getattr(config, "num_local_experts", None) or config.num_experts
-        self._experts = [
-            module
-            for n, module in self.model.named_modules()
-            if n.endswith(".experts") and n.count("experts") == 1
-        ]
+        named = self.model.named_modules()
+        self._experts = [each for n, each in named if n.endswith(".experts") and n.count("experts") == 1]
         weights_E = torch.arange(1, experts + 1, dtype=torch.float64) ** -arguments.zipf
-        ids_TK = torch.multinomial(
-            weights_E.expand(tokens, -1), config.num_experts_per_tok, generator=generator
-        )
+        top_k = config.num_experts_per_tok
+        ids_TK = torch.multinomial(weights_E.expand(tokens, -1), top_k, generator=generator)
         self._ids_TK = ids_TK.to(device)
         self._weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device, dtype)
         self._x_TH = torch.randn(tokens, config.hidden_size, generator=generator).to(device, dtype)
         self.samples: dict[str, list[float]] = {"step": [], "layers": []}
         self.host: dict[str, list[float]] = {"step": [], "layers": []}
         self.memory = {"step": 0, "layers": 0}
-
-    def _allocated(self) -> int:
-        import torch
-
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def step(self) -> Any:
         """Trains once; returns the loss of this rank's tokens."""
@@ -278,12 +259,10 @@ class Run:
 
     def turn(self, phase: str, run: Callable[[], Any], steps: int) -> None:
         """Times `steps` calls as one, after one that is not timed."""
-        import torch
-        import torch.distributed as dist
 
         gpu = self._device.type == "cuda"
         run()
-        held = self._allocated()
+        held = torch.cuda.memory_allocated() if gpu else 0
         if gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -86,7 +86,9 @@ class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]
         for name in active_adapters:
             if name in self.lora_A:
                 left, right, scale = self.get_delta_factors(name)
-                added.append(LowRank(left[first:end], right[first:end], scale))
+                if len(left) > end - first:
+                    left, right = left[first:end], right[first:end]
+                added.append(LowRank(left, right, scale))
         with implementation.local.adding(self.parameter_name, added):
             yield
 

@@ -76,7 +76,9 @@ def _trainers(rank: int, size: int, folder: Path, seed: int) -> list[str]:
     # Not Adam, whose first steps take the sign of a gradient: rounding may turn one that is all but zero.
     options = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "save_strategy": "no"}
     found = []
-    for library in ("transformers", "trl") if find_spec("trl") else ("transformers",):
+    for library in (
+        ("transformers", "trl") if find_spec("trl") and find_spec("datasets") else ("transformers",)
+    ):
         losses = {}
         for how in ("all_to_all" if size > 1 else "grouped_mm", "moecomm"):
             set_seed(seed % 2**32)

@@ -176,7 +176,7 @@ def differences(model: nn.Module, tokens: Tensor, plain: Plain, part: int, most:
     from the logits, loss and gradients of one process.
 
     A gradient whose terms nearly cancel, such as that of a router's bias, may differ by as much more as one
-    process itself is off: four times what its rounding makes beside float64, up to 1e-3.
+    process itself is off: four times what its rounding makes beside float64, up to 1e-3, or to `most`.
     """
     names = ("logits", "loss")
     outputs = dict(zip(names, forward_backward(model, tokens), strict=True))
@@ -188,7 +188,7 @@ def differences(model: nn.Module, tokens: Tensor, plain: Plain, part: int, most:
         far = {
             name: ratio
             for name, ratio in far.items()
-            if not ratio <= most + min(4 * rounding.get(name, 0.0), 1e-3)
+            if not ratio <= most + min(4 * rounding.get(name, 0.0), max(1e-3, most))
         }
     return [f"{name}: {ratio:.1e}" for name, ratio in far.items()]
 
