@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """MODELS holds for each name a model type of transformers, and the widths of its config."""
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 DIFFERENCE = {"cpu": 1e-5, "cuda": 1e-2}  # the most by which first losses may differ, of the loss
 
 
@@ -141,8 +142,6 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     losses = torch.stack([run.step() for run in runs]).double()
     dist.all_reduce(losses)
     first = (losses / dist.get_world_size()).tolist()
-    for run in runs:
-        run.layers()
     for _ in range(arguments.rounds):
         for run in runs:
             run.turn("step", run.step, arguments.steps)
@@ -183,8 +182,7 @@ def save(name: str, layers: int, folder: str, device: Any) -> None:
     torch.manual_seed(0)
     with torch.device(device):
         config = AutoConfig.for_model(family, num_hidden_layers=layers, **widths)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type]).save_pretrained(folder)
 
 
 def adapted(model: Any, columns: int, how: str) -> Any:
@@ -216,8 +214,7 @@ class Run:
         if world > 1:
             sizes = {"fsdp_size": world, "fsdp_plan": plan, "ep_size": world}
             options = {"distributed_config": DistributedConfig(**sizes, ep_implementation=how)}
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[device.type], **options)
         for layer in loaded.model.layers if arguments.compile else ():
             layer.compile()
         loaded = loaded.to(device) if world == 1 else loaded
