@@ -231,8 +231,8 @@ class Run:
         top_k = config.num_experts_per_tok
         ids_TK = torch.multinomial(weights_E.expand(tokens, -1), top_k, generator=generator)
         self._ids_TK = ids_TK.to(device)
-        self._weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device, dtype)
-        self._x_TH = torch.randn(tokens, config.hidden_size, generator=generator).to(device, dtype)
+        self._weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device, loaded.dtype)
+        self._x_TH = torch.randn(tokens, config.hidden_size, generator=generator).to(device, loaded.dtype)
         self.samples: dict[str, list[float]] = {"step": [], "layers": []}
         self.host: dict[str, list[float]] = {"step": [], "layers": []}
         self.memory = {"step": 0, "layers": 0}
