@@ -82,11 +82,13 @@ def _add(
     groups: Groups,
     into_PB: Tensor,
 ) -> Tensor | None:
-    """Adds scale * rows left right to `into_PB`. Returns rows left, (P, R); None without an adapter."""
+    """Adds scale * rows left right to `into_PB`. Returns scale * rows left, (P, R); None without adapter."""
     if left_LAR is None or right_LRB is None:
         return None
     inner_PR = grouped_mm(rows_PA, left_LAR, groups.offsets_L)
-    groups.products.add_mm(inner_PR, right_LRB, groups.ends, into_PB, scale)
+    if scale != 1:
+        inner_PR.mul_(scale)
+    groups.products.add_mm(inner_PR, right_LRB, groups.ends, into_PB)
     return inner_PR
 
 
@@ -98,7 +100,7 @@ def _add_dgrad(
     groups: Groups,
     into_PA: Tensor,
 ) -> Tensor | None:
-    """Adds scale * grad right^T left^T to `into_PA`. Returns grad right^T."""
+    """Adds scale * grad right^T left^T to `into_PA`. Returns scale * grad right^T."""
     if left_LAR is None or right_LRB is None:
         return None
     return _add(grad_PB, right_LRB.mT, left_LAR.mT, scale, groups, into_PA)
@@ -160,8 +162,8 @@ class _AdaptedFfn(torch.autograd.Function):
         if need_b_out:
             grads["b_out"] = products.bias_grad(grad_y_PH, ends, weights_P)
         if grad_out_PR is not None:
-            grads["out_left"] = grouped_mm_wgrad(z_PF, grad_out_PR, offsets_L).mul_(out_scale)
-            grads["out_right"] = grouped_mm_wgrad(out_PR, grad_y_PH, offsets_L).mul_(out_scale)
+            grads["out_left"] = grouped_mm_wgrad(z_PF, grad_out_PR, offsets_L)
+            grads["out_right"] = grouped_mm_wgrad(out_PR, grad_y_PH, offsets_L)
         del z_PF
         grads["rows"] = grad_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, ends)
         grad_in_PR = _add_dgrad(grad_inner_PI, in_left, in_right, in_scale, groups, grad_rows_PH)
@@ -170,8 +172,8 @@ class _AdaptedFfn(torch.autograd.Function):
         if need_b_in:
             grads["b_in"] = products.bias_grad(grad_inner_PI, ends)
         if grad_in_PR is not None:
-            grads["in_left"] = grouped_mm_wgrad(rows_PH, grad_in_PR, offsets_L).mul_(in_scale)
-            grads["in_right"] = grouped_mm_wgrad(in_PR, grad_inner_PI, offsets_L).mul_(in_scale)
+            grads["in_left"] = grouped_mm_wgrad(rows_PH, grad_in_PR, offsets_L)
+            grads["in_right"] = grouped_mm_wgrad(in_PR, grad_inner_PI, offsets_L)
         names = "rows", "w_in", "w_out", "b_in", "b_out"
         factors = "in_left", "in_right", "out_left", "out_right"
         weights = grad_weights_P if need_weights else None

@@ -71,11 +71,9 @@ class Products:
             return product_PB + added_PB if is_in_torch_dispatch_mode() else product_PB.add_(added_PB)
         return product_PB
 
-    def add_mm(
-        self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, into_PB: Tensor, scale: float
-    ) -> None:
-        """Adds each group's rows times its weight times `scale` to `into_PB`, of the rows' dtype."""
-        into_PB.add_(self._mm(rows_PA, weight_LAB, groups), alpha=scale)
+    def add_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, into_PB: Tensor) -> None:
+        """Adds each group's rows times its weight to `into_PB`, whose dtype is the rows'."""
+        into_PB.add_(self._mm(rows_PA, weight_LAB, groups))
 
     def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         """Returns (P, A): the rows of each group times the group's transposed weight."""

@@ -138,12 +138,10 @@ class QuackProducts(Products):
         )
         return product_PB
 
-    def add_mm(
-        self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, into_PB: Tensor, scale: float
-    ) -> None:
+    def add_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, into_PB: Tensor) -> None:
         if rows_PA.shape[0] > 0:
             weight_LBA = weight_LAB.mT
-            _launch(_FEW, rows_PA, weight_LBA, into_PB, weight_LBA, True, scale, cu_seqlens_m=groups)
+            _launch(_FEW, rows_PA, weight_LBA, into_PB, weight_LBA, True, cu_seqlens_m=groups)
 
     def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         return self._rows(rows_PB, weight_LAB, groups, "fc1_dgrad")
