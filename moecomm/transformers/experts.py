@@ -103,7 +103,8 @@ class LocalExperts:
         self.last_ids_TK, self._plain = ids_TK, self._has_plain_weights()
         self._cast = None  # autocast's dtype, in which products then are
         if self._plain and torch.is_autocast_enabled(hidden_states.device.type):
-            self._cast = torch.get_autocast_dtype(hidden_states.device.type)
+            if hidden_states.dtype is not torch.float64:  # which autocast leaves as it is
+                self._cast = torch.get_autocast_dtype(hidden_states.device.type)
         x_TH = hidden_states.to(self._cast or hidden_states.dtype)
         weights_TK = top_k_weights.to(weight_dtype(x_TH.dtype))
         # Alone a rank knows the number of its rows: the host waits for nothing.
