@@ -101,10 +101,10 @@ class LocalExperts:
             batches: the number by which the gradients of the module's weights are divided.
         """
         self.last_ids_TK, self._plain = ids_TK, self._has_plain_weights()
-        self._cast = None  # autocast's dtype, in which products then are
-        if self._plain and torch.is_autocast_enabled(hidden_states.device.type):
-            if hidden_states.dtype is not torch.float64:  # which autocast leaves as it is
-                self._cast = torch.get_autocast_dtype(hidden_states.device.type)
+        self._cast = None  # autocast's dtype, in which products then are; it leaves float64 as it is
+        kind = hidden_states.device.type
+        if self._plain and torch.is_autocast_enabled(kind) and hidden_states.dtype is not torch.float64:
+            self._cast = torch.get_autocast_dtype(kind)
         x_TH = hidden_states.to(self._cast or hidden_states.dtype)
         weights_TK = top_k_weights.to(weight_dtype(x_TH.dtype))
         # Alone a rank knows the number of its rows: the host waits for nothing.
