@@ -70,8 +70,10 @@ def implementation_of(experts: Any) -> MoecommEP | WholeExperts | None:
     if isinstance(found, MoecommEP):
         return found
     config = getattr(experts, "config", None)
-    chosen = getattr(config, "_experts_implementation", None) == "moecomm" and hasattr(experts, "num_experts")
-    return whole_experts(experts) if chosen else None
+    chosen = getattr(config, "_experts_implementation", None) == "moecomm"
+    # Routers have no such attribute. Another implementation has spread the experts where it is True.
+    spread = getattr(experts, "_is_expert_parallel", True)
+    return whole_experts(experts) if chosen and not spread else None
 
 
 class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]

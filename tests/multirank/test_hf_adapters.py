@@ -109,7 +109,8 @@ def test_adapters_that_are_refused(rank: int, size: int, folders: Path, seed: in
     folder = saved_once(folders, "qwen3_moe")
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS)
     for how, kind in (("all_to_all", InvalidArgument), ("moecomm", Unsupported)):
-        model: Any = load_parallel(folder, how, fsdp_size=2, ep_size=2)
+        whole = {"experts_implementation": "moecomm"}  # of this rank's experts alone
+        model: Any = load_parallel(folder, how, fsdp_size=2, ep_size=2, **whole)
         if how == "moecomm":  # peft 0.21 itself makes no such adapters on ranks that share batches
             model.model.layers[0].mlp.experts.moecomm.tp_mesh = SimpleNamespace(size=lambda: 2)
         with pytest.raises(kind, match=r"ep_implementation='moecomm'|tp_size=1"):
