@@ -81,7 +81,10 @@ class _OfLocalExperts(ParamWrapper):  # type: ignore[misc]
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         """Makes the wrapped experts add their part of this adapter to their weights in this context."""
         implementation = implementation_of(self.get_base_layer())
-        assert implementation is not None
+        if implementation is None:  # set_experts_implementation has chosen another one since
+            with super()._activate_lora(active_adapters):
+                yield
+            return
         first = implementation.first_local_expert
         end = first + implementation.num_local_experts
         added: list[LowRank] = []

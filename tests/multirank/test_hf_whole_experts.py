@@ -94,6 +94,9 @@ def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -
         results.append({"logits": logits, "loss": loss, **gradients_of(model)})
     ratios = ratios_of(results[1], results[0])
     assert max(ratios.values()) < 2e-5, ratios
+    for how in ("grouped_mm", "moecomm"):
+        model.get_base_model().set_experts_implementation(how)
+        torch.testing.assert_close(model(tokens).logits, results[0]["logits"], rtol=1e-4, atol=1e-4)
     merged = model.merge_and_unload()
     torch.testing.assert_close(merged(tokens).logits, results[0]["logits"], rtol=1e-4, atol=1e-4)
 
