@@ -40,10 +40,12 @@ class SharedCommunicator:
 
     Attributes:
         serial: its number among the communicators built over the group; all ranks have the same.
+        alone: whether the group is ALONE.
     """
 
     def __init__(self, group: Any, shape: Shape, serial: int, tokens: int) -> None:
         self.serial, self._group, self._shape = serial, group, shape
+        self.alone = group is ALONE
         self._comm = self._build(tokens)
 
     def dispatch(
@@ -168,14 +170,9 @@ def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunic
 
 
 class LayerCommunicators:
-    """Keeps alive the communicators that one layer uses: one for each Shape of its batches.
-
-    Attributes:
-        alone: whether the group is ALONE.
-    """
+    """Keeps alive the communicators that one layer uses: one for each Shape of its batches."""
 
     def __init__(self, group: Any, num_experts: int) -> None:
-        self.alone = group is ALONE
         self._group, self._num_experts = group, num_experts
         self._found: dict[tuple[Any, ...], SharedCommunicator] = {}
 
@@ -199,5 +196,5 @@ class LayerCommunicators:
         if found is None:
             most = max(tokens or x_TH.shape[0], every)
             found = self._found[shape] = shared_communicator(self._group, Shape(*shape), most)
-        found.require(every)
+        found.require(x_TH.shape[0] if found.alone else every)
         return found

@@ -184,6 +184,13 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     folder, places = _model_and_text(options, first)
     model_size = sizes.Model.of(folder)
     ep = sizes.experts_ranks(model_size, world, options.ep)
+    if options.rebalance and (
+        options.lora_experts or options.implementation != "moecomm" or ep < max(world, 2)
+    ):
+        raise UsageError(
+            "--rebalance needs --implementation moecomm, experts without adapters, and these on all of "
+            f"several ranks: they are on {ep} of {world}"
+        )
     gpu = device.type == "cuda"
     recompute = gpu if options.recompute is None else options.recompute
     plan = sizes.Plan(

@@ -47,8 +47,6 @@ class LocalExperts:
         self._activation = activation_of(experts) if self._described else None
         self._products: dict[tuple[Any, ...], Products] = {}
         self._adapters: dict[str, list[LowRank]] = {}
-        self._plain, self._cast = self._described, cast("torch.dtype | None", None)
-        self._capacity: int | None = None
         self.last_ids_TK: Tensor | None = None
 
     @contextlib.contextmanager
@@ -100,38 +98,45 @@ class LocalExperts:
             top_k_weights: (T, K).
             batches: the number by which the gradients of the module's weights are divided.
         """
-        self.last_ids_TK, self._plain = ids_TK, self._has_plain_weights()
-        self._cast = None  # autocast's dtype, in which products then are; it leaves float64 as it is
-        kind = hidden_states.device.type
-        if self._plain and torch.is_autocast_enabled(kind) and hidden_states.dtype is not torch.float64:
-            self._cast = torch.get_autocast_dtype(kind)
-        x_TH = hidden_states.to(self._cast or hidden_states.dtype)
+        self.last_ids_TK, plain = ids_TK, self._has_plain_weights()
+        dtype = getattr(self._experts, self._first).dtype if plain else None
+        x_TH, kind = hidden_states, hidden_states.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if plain and on and x_TH.dtype is not torch.float64:  # which autocast leaves alone
+            dtype = torch.get_autocast_dtype(x_TH.device.type)
+            x_TH = x_TH.to(dtype)
         weights_TK = top_k_weights.to(weight_dtype(x_TH.dtype))
-        # Alone a rank knows the number of its rows: the host waits for nothing.
-        self._capacity = (ids_TK.numel() or None) if comms.alone and self._plain else None
-        shared = comms.of(x_TH, ids_TK.shape[1], every=x_TH.shape[0] if comms.alone else 0)
-        return self._run(shared, x_TH, ids_TK, weights_TK, batches).to(hidden_states.dtype)
+        shared = comms.of(x_TH, ids_TK.shape[1])
+        return self._run(shared, x_TH, ids_TK, weights_TK, batches, dtype).to(hidden_states.dtype)
 
     def _run(
-        self, shared: SharedCommunicator, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, batches: int
+        self,
+        shared: SharedCommunicator,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        batches: int,
+        dtype: torch.dtype | None,
     ) -> Tensor:
+        """dtype: that of the products; None if the module runs its own forward."""
         # The passes of moecomm's own layers, without and with adapters: for known functions between the
         # products, and one dtype.
-        one_dtype = self._plain and (self._cast or getattr(self._experts, self._first).dtype) is x_TH.dtype
-        known = self._activation if one_dtype else None
+        known = self._activation if dtype is x_TH.dtype else None
         if known is not None and not self._adapters:
             return self._run_pass(shared, x_TH, ids_TK, weights_TK, 1 / batches)
         kept = kept_dispatch(ids_TK)
         if kept is not None and isinstance(kept.state, DispatchOutput):
             comm, out = kept.comm, dispatch_again(kept, x_TH, weights_TK)
         else:
-            comm, out = shared.dispatch(x_TH, ids_TK, weights_TK, capacity=self._capacity)
+            # A rank alone knows the number of its rows: the host waits for nothing.
+            capacity = (ids_TK.numel() or None) if shared.alone and dtype is not None else None
+            comm, out = shared.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
             keep_dispatch(ids_TK, comm, out)
         with self._changed(batches, merges=known is None):
             if known is not None:
                 rows_PH = call_or_tell(comm, self._with_adapters, out, comm, known)
                 return comm.combine(rows_PH, out.handle)
-            rows_PH = call_or_tell(comm, self._on_rows, out, comm)
+            rows_PH = call_or_tell(comm, self._on_rows, out, comm, dtype)
         return comm.combine(rows_PH, out.handle, weights=out.weights)
 
     def _run_pass(
@@ -139,7 +144,7 @@ class LocalExperts:
     ) -> Tensor:
         """Runs the module's experts as moecomm's own layers run theirs (`run_forward`), with the module's
         weights, whose gradients are multiplied by `scale`."""
-        weights = self._plain_weights()
+        weights = self._plain_weights(x_TH.dtype)
 
         forwards: list[Forward] = []
 
@@ -149,7 +154,7 @@ class LocalExperts:
                 topk_idx_TK=ids_TK,
                 activation=self._activation or "",
                 products=self._products_of(weights, comm),
-                capacity=self._capacity,
+                capacity=(ids_TK.numel() or None) if shared.alone else None,
                 gradient_scale=scale,
             )
             forwards.append(Forward(context, state))
@@ -167,25 +172,25 @@ class LocalExperts:
         """The name of the first product's weight."""
         return "gate_up_proj" if cast(Any, self._experts).has_gate else "up_proj"
 
-    def _plain_weights(self) -> Weights:
+    def _plain_weights(self, dtype: torch.dtype) -> Weights:
         experts: Any = self._experts
         w_in, w_out = getattr(experts, self._first), experts.down_proj
         b_in = getattr(experts, f"{self._first}_bias") if experts.has_bias else None
         b_out = experts.down_proj_bias if experts.has_bias else None
         if not experts.is_transposed:
             w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-        if (dtype := self._cast) is not None and w_in.dtype is not dtype:
+        if w_in.dtype is not dtype:
             w_in, w_out = w_in.to(dtype), w_out.to(dtype)
             b_in, b_out = (None if each is None else each.to(dtype) for each in (b_in, b_out))
         return Weights(w_in, w_out, None, None, b_in=b_in, b_out=b_out)
 
-    def _on_rows(self, out: DispatchOutput, comm: Communicator) -> Tensor:
+    def _on_rows(self, out: DispatchOutput, comm: Communicator, dtype: torch.dtype | None) -> Tensor:
         """Returns the experts' results, (P, H) in the rows' dtype, where no pass can run: weights of another
         dtype, an activation that moecomm lacks, or a module that needs its own forward."""
-        if not self._plain:
+        if dtype is None:
             return self._run_forward(out)
         experts: Any = self._experts
-        w_in, w_out, *_, b_in, b_out = weights = self._plain_weights()
+        w_in, w_out, *_, b_in, b_out = weights = self._plain_weights(dtype)
         products = self._products_of(weights, comm)
         rows_PH = out.tokens.to(w_in.dtype)
         inner_PI = grouped_linear(rows_PH, w_in, b_in, out.offsets, products)
@@ -194,7 +199,7 @@ class LocalExperts:
 
     def _with_adapters(self, out: DispatchOutput, comm: Communicator, activation: str) -> Tensor:
         """Returns the experts' results times their routing weights, (P, H), with adapters beside weights."""
-        w_in, w_out, *_, b_in, b_out = weights = self._plain_weights()
+        w_in, w_out, *_, b_in, b_out = weights = self._plain_weights(out.tokens.dtype)
         products = self._products_of(weights, comm)
 
         def adapter(name: str) -> LowRank | None:

@@ -466,6 +466,8 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
             [model, place, "--lora-experts", "--implementation", "all_to_all"],
             "needs --implementation moecomm",
         ),
+        (1, [model, place, "--rebalance", 2], "on all of several ranks: they are on 1 of 1"),
+        (2, [model, place, "--rebalance", 2, "--lora-experts"], "experts without adapters"),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
         (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
         (2, [silent, place], ", the model 96 of them"),

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, Unsupported
 from tests.multirank.conftest import own_pool
 from tests.multirank.on_ranks import on_ranks
 
@@ -108,7 +109,9 @@ def test_autocast(rank: int, size: int, adapters: bool, folders: Path, seed: int
     peft = pytest.importorskip("peft")
     from moecomm.transformers.adapters import adapt_experts
 
-    model, tokens = _load(saved_once(folders, "mixtral")).train(), batch_of(0, seed)
+    # Each token has all experts: rounding might choose others.
+    folder = saved_once(folders, "mixtral", num_experts_per_tok=8)
+    model, tokens = _load(folder).train(), batch_of(0, seed)
     if adapters:
         config = peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=EXPERTS)
         model = adapt_experts(peft.get_peft_model(model, config))
@@ -129,3 +132,38 @@ def test_autocast(rank: int, size: int, adapters: bool, folders: Path, seed: int
     assert all(found[name].dtype is torch.float32 for name in wanted)
     far = {name: ratio for name, ratio in ratios_of(found, wanted).items() if ratio > 0.15}
     assert not far and (out.logits - exact).abs().max() < 0.05 * exact.abs().max(), far
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which leaves float64 alone
+        model.double()(tokens)
+    assert {of.call_args.args[0].dtype for of in found_in} == {torch.float64}
+
+
+@on_ranks(1)
+def test_two_threads(rank: int, size: int, folders: Path, seed: int) -> None:
+    """One within autocast and one without may run the same experts at once."""
+    experts = _experts(_load(saved_once(folders, "mixtral")))[0]
+    torch.manual_seed(seed)
+    given = torch.randn(5, 32), torch.tensor([[1, 7]] * 5), torch.rand(5, 2)
+    wanted, found = experts(*given), list[torch.Tensor]()
+    comms, of = experts.moecomm._comms, experts.moecomm._comms.of
+
+    def within() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(experts(*given))
+
+    def of_the_first(*arguments: Any) -> Any:
+        comms.of = of
+        other = threading.Thread(target=within)
+        other.start()
+        other.join()
+        return of(*arguments)
+
+    comms.of = of_the_first
+    torch.testing.assert_close(experts(*given), wanted)
+    assert 0 < (found[0] - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+@on_ranks(1)
+def test_a_device_without_autocast(rank: int, size: int, folders: Path, seed: int) -> None:
+    model = _load(saved_once(folders, "mixtral")).to("meta")
+    with pytest.raises(Unsupported, match="device is meta"):
+        model(batch_of(0, seed).to("meta"))
