@@ -20,6 +20,8 @@ from moecomm.kernels.low_rank import LowRank
 from moecomm.transformers.implementation import MoecommEP
 from moecomm.transformers.whole_experts import WholeExperts, whole_experts
 
+__all__ = ["adapt_experts"]
+
 
 def adapt_experts(model: nn.Module) -> nn.Module:
     """Prepares the adapters on experts' weights of `model`, a PeftModel; returns `model`. The model was

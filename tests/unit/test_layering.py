@@ -96,6 +96,7 @@ def test_programs_use_public_names_only(folder: str) -> None:
     public = {"moecomm": set(_all(PACKAGE / "__init__.py"))}
     for name in ("nn", "train", "graphs", "overlap", "parallel", "transformers", "megatron"):
         public[f"moecomm.{name}"] = set(_all(PACKAGE / name / "__init__.py"))
+    public["moecomm.transformers.adapters"] = set(_all(PACKAGE / "transformers" / "adapters.py"))
     for path in _python_files(folder):
         if path.name == "quack_tiles.py":
             continue  # fills a table within the product
