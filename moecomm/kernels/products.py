@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moecomm.arguments import weight_dtype
-from moecomm.kernels.activation import activate, activate_backward, weighted_activation
-from moecomm.kernels.first_order import first_order
+from moecomm.kernels.activation import activate, activate_backward
 from moecomm.kernels.grouped_mm import grouped_mm, grouped_mm_wgrad
 from moecomm.types import DispatchOutput
 
@@ -188,11 +186,11 @@ def bias_weight(bias_LB: Tensor) -> Tensor:
     return functional.pad(both_L2B, (0, 0, 0, _FACTORS - 2))
 
 
-_TORCH = Products()
+TORCH = Products()
 
 
 def grouped_matmul(
-    rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products = _TORCH
+    rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products = TORCH
 ) -> Tensor:
     """Returns (P, B): rows offsets[l-1]..offsets[l]-1 of each group l times weight[l].
 
@@ -224,7 +222,7 @@ def grouped_linear(
     return product_PB + grouped_matmul(factors_PN, bias_weight(bias_LB), offsets_L, products)
 
 
-def _without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
+def without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
     """Returns rows (P, ...). While torch looks for NaN (torch.autograd.detect_anomaly), rows past the last
     group are set to zero, since nothing has written them and torch might find NaN there."""
     if torch.compiler.is_compiling() or not torch.is_anomaly_enabled():
@@ -244,7 +242,7 @@ class _GroupedMatmul(torch.autograd.Function):
         groups = products.groups(offsets_L)
         ctx.save_for_backward(rows_PA, weight_LAB, groups)
         ctx.products = products
-        return _without_tail(products.grouped_mm(rows_PA, weight_LAB, groups), groups)
+        return without_tail(products.grouped_mm(rows_PA, weight_LAB, groups), groups)
 
     @staticmethod
     def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -252,100 +250,7 @@ class _GroupedMatmul(torch.autograd.Function):
         grad_rows_PA = grad_weight_LAB = None
         if ctx.needs_input_grad[0]:
             made_PA = ctx.products.grouped_mm_dgrad(grad_PB, weight_LAB, groups)
-            grad_rows_PA = _without_tail(made_PA, groups)
+            grad_rows_PA = without_tail(made_PA, groups)
         if ctx.needs_input_grad[1]:
             grad_weight_LAB = ctx.products.grouped_mm_wgrad(rows_PA, grad_PB, groups)
         return grad_rows_PA, grad_weight_LAB, None, None
-
-
-def expert_ffn(
-    rows_PH: Tensor,
-    w_in_LHI: Tensor,
-    w_out_LFH: Tensor,
-    offsets_L: Tensor,
-    weights_P: Tensor | None,
-    *,
-    activation: str,
-    products: Products,
-    b_in_LI: Tensor | None = None,
-    b_out_LH: Tensor | None = None,
-) -> Tensor:
-    """Returns (P, H): the experts' two products on grouped rows, each with its bias if given. In between come
-    the activation and the rows' routing weights (None: 1). Differentiable in rows, weights, routing weights
-    and biases. Rows past offsets[-1] and their gradients are unspecified."""
-    if torch.compiler.is_compiling():
-        products = products if products.traceable else _TORCH
-        inner_PI = grouped_linear(rows_PH, w_in_LHI, b_in_LI, offsets_L, products)
-        z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=activation)
-        return grouped_linear(z_PF, w_out_LFH, b_out_LH, offsets_L, products, weights_P)
-    groups = products.groups(offsets_L)
-    return _ExpertFfn.apply(  # type: ignore[no-untyped-call]
-        rows_PH, w_in_LHI, w_out_LFH, b_in_LI, b_out_LH, groups, weights_P, activation, products
-    )
-
-
-class _ExpertFfn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows_PH: Tensor,
-        w_in_LHI: Tensor,
-        w_out_LFH: Tensor,
-        b_in_LI: Tensor | None,
-        b_out_LH: Tensor | None,
-        groups: Tensor,
-        weights_P: Tensor | None,
-        activation: str,
-        products: Products,
-    ) -> Tensor:
-        inner_PI, z_PF = products.gated_mm(
-            rows_PH, w_in_LHI, groups, weights_P, activation=activation, bias_LI=b_in_LI
-        )
-        ctx.save_for_backward(rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI)
-        ctx.activation, ctx.products = activation, products
-        y_PH = products.grouped_mm(z_PF, w_out_LFH, groups, bias_LB=b_out_LH, weights_P=weights_P)
-        return _without_tail(y_PH, groups)
-
-    @staticmethod
-    @_disable_dynamo  # kernels take addresses
-    @first_order
-    def backward(ctx: Any, grad_y_PH: Tensor) -> tuple[Tensor | None, ...]:
-        rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI = ctx.saved_tensors
-        products: Products = ctx.products
-        need_rows, need_in, need_out, need_b_in, need_b_out, _, need_weights, _, _ = ctx.needs_input_grad
-        grad_rows_PH = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
-        grad_inner_PI, grad_weights_P, z_PF = products.gated_mm_dgrad(
-            grad_y_PH,
-            w_out_LFH,
-            groups,
-            inner_PI,
-            weights_P,
-            activation=ctx.activation,
-            need_weights=need_weights,
-            need_z=need_out,
-        )
-        if grad_weights_P is not None and b_out_LH is not None:
-            of_bias_P = products.bias_weights_grad(grad_y_PH, b_out_LH, groups)
-            grad_weights_P.add_(_without_tail(of_bias_P, groups))
-        if z_PF is not None:
-            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_y_PH, groups)
-        if need_b_out:
-            grad_b_out_LH = products.bias_grad(grad_y_PH, groups, weights_P)
-        if need_rows:
-            made_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in_LHI, groups)
-            grad_rows_PH = _without_tail(made_PH, groups)
-        if need_in:
-            grad_in_LHI = products.grouped_mm_wgrad(rows_PH, grad_inner_PI, groups)
-        if need_b_in:
-            grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
-        return (
-            grad_rows_PH,
-            grad_in_LHI,
-            grad_out_LFH,
-            grad_b_in_LI,
-            grad_b_out_LH,
-            None,
-            grad_weights_P,
-            None,
-            None,
-        )

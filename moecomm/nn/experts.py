@@ -18,6 +18,7 @@ from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.engine import make_products
+from moecomm.kernels.expert_ffn import expert_ffn
 from moecomm.kernels.outside_autocast import matmul
 from moecomm.kernels.parameters import (
     ExpertPart,
@@ -29,7 +30,6 @@ from moecomm.kernels.parameters import (
     ranks_of_shards,
     splits_of,
 )
-from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
 from moecomm.parallel.records import accept_interleaved, require_same_experts, says
 from moecomm.types import DispatchOutput

@@ -16,7 +16,7 @@ from torch import nn
 
 from moecomm.arguments import require_module
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.kernels.low_rank import LowRank
+from moecomm.kernels.expert_ffn import LowRank
 from moecomm.transformers.implementation import MoecommEP
 from moecomm.transformers.whole_experts import WholeExperts, whole_experts
 

@@ -23,7 +23,7 @@ from moecomm.arguments import weight_dtype
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.kernels import quack
-from moecomm.kernels.low_rank import Groups, LowRank, adapted_ffn, join_adapters
+from moecomm.kernels.expert_ffn import LowRank, expert_ffn, join_adapters
 from moecomm.kernels.products import Products, grouped_linear
 from moecomm.nn.expert_pass import DispatchState, Forward, PassContext, Weights, run_forward
 from moecomm.shared import LayerCommunicators, SharedCommunicator
@@ -210,13 +210,18 @@ class LocalExperts:
                 found.append(LowRank(left.to(w_in.dtype), right.to(w_in.dtype), scale))
             return join_adapters(found)
 
-        return adapted_ffn(
+        return expert_ffn(
             out.tokens,
-            (w_in, w_out, b_in, b_out),
-            (adapter(self._first), adapter("down_proj")),
+            w_in,
+            w_out,
+            out.offsets,
             out.weights,
-            Groups(out.offsets, products.groups_of(out), products),
-            activation,
+            activation=activation,
+            products=products,
+            b_in_LI=b_in,
+            b_out_LH=b_out,
+            adapters=(adapter(self._first), adapter("down_proj")),
+            groups=products.groups_of(out),
         )
 
     def _products_of(self, weights: Weights, comm: Communicator) -> Products:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moecomm.kernels import low_rank, quack
+from moecomm.kernels import expert_ffn, quack
 from moecomm.kernels.tiles import TILES, Tile
 from tests.gpu import harness
 from tests.multirank.on_ranks import on_ranks
@@ -332,8 +332,8 @@ def test_adapters(rank: int, world_size: int, case: str, scale: float, seed: int
         second = torch.randn(out, ranks, experts, device="cuda", generator=generator) * ranks**-0.5
         return [each.bfloat16().requires_grad_() for each in (first, second)]
 
-    def adapter(first: torch.Tensor, second: torch.Tensor) -> low_rank.LowRank:
-        return low_rank.LowRank(first.mT, second.permute(2, 1, 0), scale)
+    def adapter(first: torch.Tensor, second: torch.Tensor) -> expert_ffn.LowRank:
+        return expert_ffn.LowRank(first.mT, second.permute(2, 1, 0), scale)
 
     leaves = [*factors(hidden, 2 * ffn), *factors(ffn, hidden)]
     exact = [each.detach().double().requires_grad_() for each in leaves]
@@ -354,11 +354,11 @@ def test_adapters(rank: int, world_size: int, case: str, scale: float, seed: int
     products = quack.make_quack_products(
         **sizes, activation=activation, columns_first=columns_first, compile_now=False
     )
-    groups = low_rank.Groups(offsets, products.groups(offsets), products)
-    joined = tuple(low_rank.join_adapters([adapter(*leaves[i : i + 2])]) for i in (0, 2))
-    weights = given["w_in"], given["w_out"], given.get("b_in"), given.get("b_out")
+    joined: Any = tuple(expert_ffn.join_adapters([adapter(*leaves[i : i + 2])]) for i in (0, 2))
+    biases = {"b_in_LI": given.get("b_in"), "b_out_LH": given.get("b_out")}
     x, weights_P = given["x"][:rows], given["weights"][:rows]
-    y = low_rank.adapted_ffn(x, weights, joined, weights_P, groups, activation)
+    options: dict[str, Any] = {"activation": activation, "products": products, "adapters": joined, **biases}
+    y = expert_ffn.expert_ffn(x, given["w_in"], given["w_out"], offsets, weights_P, **options)
     found = (y, *torch.autograd.grad(y, leaves, given["grad"][:rows]))
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape

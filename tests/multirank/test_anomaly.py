@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moecomm import Communicator
 from moecomm.kernels.activation import weighted_activation
-from moecomm.kernels.products import Products, expert_ffn, grouped_matmul
+from moecomm.kernels.expert_ffn import expert_ffn
+from moecomm.kernels.products import Products, grouped_matmul
 from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
 from tests.multirank.on_ranks import on_ranks
 

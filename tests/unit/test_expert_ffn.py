@@ -1,11 +1,14 @@
 """Products with adapters are those of weights to which the adapters are added, and no such weight is made."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from moecomm.kernels.low_rank import Groups, LowRank, adapted_ffn, join_adapters
-from moecomm.kernels.products import Products, expert_ffn
+from moecomm.kernels.activation import weighted_activation
+from moecomm.kernels.expert_ffn import LowRank, expert_ffn, join_adapters
+from moecomm.kernels.products import Products, grouped_linear
 
 L, H, F = 4, 16, 12
 OFFSETS = torch.tensor([10, 10, 33, 50], dtype=torch.int32)
@@ -17,7 +20,9 @@ def _new(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("ranks_in", "ranks_out"), [([8], [8]), ([3], [3, 4]), ([1, 1, 6], []), ([], [2])])
+@pytest.mark.parametrize(
+    ("ranks_in", "ranks_out"), [([8], [8]), ([3], [3, 4]), ([1, 1, 6], []), ([], [2]), ([], [])]
+)
 def test_as_with_added_weights(
     columns_first: bool, bias: bool, ranks_in: list[int], ranks_out: list[int], seed: int
 ) -> None:
@@ -38,11 +43,12 @@ def test_as_with_added_weights(
         weight + sum(scale * left @ right for left, right, scale in adapters)
         for weight, adapters in ((w_in, of_in), (w_out, of_out))
     ]
-    given = {"activation": "swiglu", "products": products, "b_in_LI": b_in, "b_out_LH": b_out}
-    wanted = numbers(expert_ffn(x_PH, *added, OFFSETS, weights_P, **given))  # type: ignore[arg-type]
-    groups = Groups(OFFSETS, products.groups(OFFSETS), products)
-    adapters = join_adapters(of_in), join_adapters(of_out)
-    found = numbers(adapted_ffn(x_PH, (w_in, w_out, b_in, b_out), adapters, weights_P, groups, "swiglu"))
+    inner_PI = grouped_linear(x_PH, added[0], b_in, OFFSETS, products)
+    z_PF = weighted_activation(inner_PI, weights_P, OFFSETS, activation="swiglu")
+    wanted = numbers(grouped_linear(z_PF, added[1], b_out, OFFSETS, products, weights_P))
+    given: dict[str, Any] = {"products": products, "b_in_LI": b_in, "b_out_LH": b_out}
+    given |= {"activation": "swiglu", "adapters": (join_adapters(of_in), join_adapters(of_out))}
+    found = numbers(expert_ffn(x_PH, w_in, w_out, OFFSETS, weights_P, **given))
     torch.testing.assert_close(found, wanted)
 
 
@@ -63,7 +69,7 @@ def test_nothing_as_large_as_a_frozen_weight_is_made(seed: int) -> None:
             return made
 
     with Sizes():
-        groups, weights = Groups(OFFSETS, OFFSETS, Products()), (w_in, w_out, None, None)
-        adapted_ffn(x_PH, weights, (of_in, of_out), None, groups, "swiglu").sum().backward()
+        given: dict[str, Any] = {"activation": "swiglu", "products": Products()}
+        expert_ffn(x_PH, w_in, w_out, OFFSETS, None, **given, adapters=(of_in, of_out)).sum().backward()
     assert sizes and max(sizes) < w_out.numel(), sizes
     assert x_PH.grad is not None
