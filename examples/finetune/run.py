@@ -40,6 +40,7 @@ from transformers.utils import logging as transformers_logging
 from finetune import demo, report, sizes, text
 from finetune.options import Options
 from finetune.watch import Watch, peak_memory
+from moecomm import Unsupported
 from moecomm.nn import load_balancing_loss
 from moecomm.transformers import Resumable, keep_plans, rebalance_experts
 
@@ -173,7 +174,10 @@ class Rebalance(TrainerCallback):  # type: ignore[misc]
         self, _args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         if state.global_step == 1 or state.global_step % self._steps == 0:
-            rebalance_experts(model, optimizer)
+            try:
+                rebalance_experts(model, optimizer)
+            except Unsupported as error:  # on all ranks: of the model's routers, for example
+                raise RunError(f"--rebalance: {error}") from error
 
 
 def run(options: Options, device: torch.device, stop: StopRequest) -> None:

@@ -5,11 +5,13 @@ import json
 import shutil
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moecomm import Unsupported
 from tests.examples.conftest import EXAMPLES
 from tests.multirank.hf_models import save_model
 from tests.programs import run_program
@@ -447,6 +449,22 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path, kind: str) -> N
         assert (
             "5 steps" in said.splitlines()[-1] and float(said.splitlines()[-1].split()[4].strip(",")) < first
         )
+
+
+def test_routers_that_cannot_exchange_experts_end_the_run_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from finetune import run
+
+    def refuse(*_: Any) -> None:
+        raise Unsupported("the router chooses groups of experts")
+
+    monkeypatch.setattr(run, "rebalance_experts", refuse)
+    callback, state = run.Rebalance(3), SimpleNamespace(global_step=2)
+    callback.on_step_end(None, state, None)
+    state.global_step = 3
+    with pytest.raises(RunError, match="--rebalance: the router chooses groups"):
+        callback.on_step_end(None, state, None)
 
 
 def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: Path) -> None:
