@@ -141,7 +141,7 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
         dist.barrier()  # all ranks have read the folder
     losses = torch.stack([run.step() for run in runs]).double()
     dist.all_reduce(losses)
-    first = (losses / dist.get_world_size()).tolist()
+    first = (losses / world).tolist()
     for _ in range(arguments.rounds):
         for run in runs:
             run.turn("step", run.step, arguments.steps)
@@ -256,7 +256,6 @@ class Run:
 
     def turn(self, phase: str, run: Callable[[], Any], steps: int) -> None:
         """Times `steps` calls as one, after one that is not timed."""
-
         gpu = self._device.type == "cuda"
         run()
         held = torch.cuda.memory_allocated() if gpu else 0

@@ -67,6 +67,11 @@ class SharedCommunicator:
 
     _dispatch_outside_graph = _disable_dynamo(dispatch)
 
+    def known_rows(self, ids_TK: Tensor) -> int | None:
+        """Returns a capacity that the rows of these tokens need at most, None if it depends on other ranks.
+        With a capacity the host does not wait for the number of rows."""
+        return (ids_TK.numel() or None) if self.alone else None
+
     def require(self, tokens: int) -> None:
         """Makes room for batches of `tokens` tokens, the same number on all ranks, which call it together."""
         if tokens > self._comm.max_tokens:

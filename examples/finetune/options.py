@@ -17,15 +17,8 @@ NOT_KEPT = ("resume", "ranks", "note")
 DEMO = {"seq": 128, "batch": 4, "steps": 80, "lr": 2e-3, "balance": 0.05}
 DEMO |= {"eval_every": 40, "save_every": 40}
 """The options with which the small model is trained."""
-FIXED = (
-    "model",
-    "text",
-    "lora",
-    "lora_experts",
-    "rank",
-    "seq",
-    "seed",
-)  # options that a resumed run must keep
+FIXED = ("model", "text", "lora", "lora_experts", "rank", "seq", "seed")
+"""The options that a resumed run must keep."""
 
 
 @dataclass(frozen=True, kw_only=True)

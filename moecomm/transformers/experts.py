@@ -128,8 +128,8 @@ class LocalExperts:
         if kept is not None and isinstance(kept.state, DispatchOutput):
             comm, out = kept.comm, dispatch_again(kept, x_TH, weights_TK)
         else:
-            # A rank alone knows the number of its rows: the host waits for nothing.
-            capacity = (ids_TK.numel() or None) if shared.alone and dtype is not None else None
+            # A module's own forward takes no rows that are unspecified.
+            capacity = None if dtype is None else shared.known_rows(ids_TK)
             comm, out = shared.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
             keep_dispatch(ids_TK, comm, out)
         with self._changed(batches, merges=known is None):
@@ -154,7 +154,7 @@ class LocalExperts:
                 topk_idx_TK=ids_TK,
                 activation=self._activation or "",
                 products=self._products_of(weights, comm),
-                capacity=(ids_TK.numel() or None) if shared.alone else None,
+                capacity=shared.known_rows(ids_TK),
                 gradient_scale=scale,
             )
             forwards.append(Forward(context, state))

@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
+from moecomm.autograd.functions import dispatch
+from moecomm.backends.base import RawDispatch
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.first_order import first_order
 from moecomm.nn.expert_pass import DispatchState
 from moecomm.types import DispatchOutput, build
 
@@ -80,8 +80,7 @@ def keep_dispatch(ids_TK: Tensor, comm: Communicator, state: DispatchState | Dis
     """Keeps a dispatch for the recomputation, if this thread runs a region's first forward."""
     if _current.region is not None:
         if isinstance(state, DispatchOutput):
-            weights = None if state.weights is None else state.weights.detach()
-            state = build(DispatchOutput, **{**state.__dict__, "tokens": None, "weights": weights})
+            state = _with_tensors(state, None, None if state.weights is None else state.weights.detach())
         _current.region.append(Kept(ids_TK, comm, state))
 
 
@@ -102,23 +101,14 @@ def kept_dispatch(ids_TK: Tensor) -> Kept | None:
 def dispatch_again(kept: Kept, x_TH: Tensor, weights_TK: Tensor) -> DispatchOutput:
     """Returns the output of a kept dispatch with the rows of `x_TH`. Its weights are those of the first
     forward; their gradient goes to `weights_TK`."""
-    tokens_PH, weights_P = _DispatchAgain.apply(x_TH, weights_TK, kept)  # type: ignore[no-untyped-call]
-    return build(DispatchOutput, **{**kept.state.__dict__, "tokens": tokens_PH, "weights": weights_P})
+    comm, first = kept.comm, kept.state
+    assert isinstance(first, DispatchOutput) and first.plan_views is not None
+    with torch.no_grad():
+        rows_PH = comm.redispatch(x_TH, first.handle)
+    raw = RawDispatch(rows_PH, first.weights, None, first.plan_views, first.handle.plan)
+    raw = dispatch(x_TH, weights_TK, raw, comm._open())
+    return _with_tensors(first, raw.tokens_PH, raw.weights)
 
 
-class _DispatchAgain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weights_TK: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
-        assert isinstance(kept.state, DispatchOutput) and kept.state.weights is not None
-        ctx.kept = kept
-        return kept.comm.redispatch(x_TH, kept.state.handle), kept.state.weights.view_as(kept.state.weights)
-
-    @staticmethod
-    @_disable_dynamo
-    @first_order
-    def backward(ctx: Any, grad_PH: Tensor, grad_P: Tensor) -> tuple[Tensor | None, ...]:
-        comm, handle = ctx.kept.comm, ctx.kept.state.handle
-        grad_x_TH, grad_weights_TK = comm.dispatch_backward(
-            grad_PH, handle, grad_weights=grad_P if ctx.needs_input_grad[1] else None
-        )
-        return grad_x_TH, grad_weights_TK, None
+def _with_tensors(out: DispatchOutput, tokens: Tensor | None, weights: Tensor | None) -> DispatchOutput:
+    return build(DispatchOutput, **{**out.__dict__, "tokens": tokens, "weights": weights})
