@@ -98,8 +98,8 @@ class _Opened:
         kernel for few tokens announces, sends and agrees concurrently, so that any of these may be first;
         otherwise phases pass in this order, except "sent", which may pass at any time. Phases that an
         operation does not have are left out ("planned" of all but dispatches), and so are those that it has
-        not passed yet: synchronize the stream first. Operations in replays of a graph count. The call waits
-        for a small copy from the device.
+        not passed yet (synchronize the stream first), or had passed before its last block began. Operations
+        in replays of a graph count. The call waits for a small copy from the device.
 
         Raises Unsupported on the CPU.
         """

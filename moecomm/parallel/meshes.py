@@ -146,32 +146,39 @@ def _lost_store_told(phase: str) -> Iterator[None]:
 
 _calls_of: defaultdict[Ranks, Iterator[int]] = defaultdict(itertools.count)
 _NAMED_BY_COUNT = torch.__version__ >= "2.14"
-_FIRST_COUNT = 1 << 40  # more groups than torch ever counts
 
 
 def new_group(ranks: Ranks, timeout: timedelta | None = None, backend: str | None = None) -> Group:
     """Makes a process group of some ranks of the job, which call it together; no other rank takes part.
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
-    each other for ever. Since torch 2.14 the number is torch's count of groups, which has to stay equal on
-    all ranks of the job. So during the call a count of the calls for these ranks replaces torch's. Before
-    2.14 the number counts the groups that a rank is in. So ranks exchange these numbers, and a rank with
-    fewer groups makes groups of itself alone until it has as many as the others.
+    each other for ever. The number is a count of this process's groups, which differs between ranks and falls
+    when a group is destroyed. So during the call a count of the calls for these ranks replaces it.
 
     Raises PeerTimeout (after `timeout`, or `MOECOMM_TIMEOUT`) for a rank that does not call.
     """
-    rank, phase, call = dist.get_rank(), f"making a group of ranks {ranks}", next(_calls_of[ranks])
-    store = PrefixStore(f"moecomm.subgroup/{ranks}/{call}", _get_default_store())
+    phase, call = f"making a group of ranks {ranks}", next(_calls_of[ranks])
     with _lost_store_told(phase):
-        store.set(str(rank), str(len(_world.pg_names)))
-        _meet(store, ranks, phase, timeout)
-        most = 0 if _NAMED_BY_COUNT else max(int(store.get(str(each))) for each in ranks)
-    while len(_world.pg_names) < most:
-        dist.new_group([rank], use_local_synchronization=True)
-    before, _world.group_count = _world.group_count, _FIRST_COUNT + call
-    try:
+        _meet(PrefixStore(f"moecomm.subgroup/{ranks}/{call}", _get_default_store()), ranks, phase, timeout)
+    with _numbered(call):
         group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-    finally:
-        _world.group_count = before
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+@contextlib.contextmanager
+def _numbered(call: int) -> Iterator[None]:
+    """A context in which torch gives a new group a number of this `call`, above any that it counts to."""
+    names, before = _world.pg_names, _world.group_count
+    added: dict[Any, Any] = {}
+    if _NAMED_BY_COUNT:
+        _world.group_count = (1 << 40) + call
+    else:  # the number is how many groups there are
+        added = {object(): "" for _ in range((1 << 12) + call - len(names))}
+    names.update(added)
+    try:
+        yield
+    finally:
+        _world.group_count = before
+        for each in added:
+            del names[each]

@@ -453,6 +453,17 @@ def _make_pairs(rank: int) -> None:
         assert total == sum(10.0**each for each in mine)
 
 
+@on_ranks(2)
+def test_a_group_made_after_another_was_destroyed(rank: int, world_size: int) -> None:
+    """torch before 2.14 would give it the name of the group that was made second, and refuse it."""
+    first, second = new_group((0, 1)), new_group((0, 1))
+    dist.destroy_process_group(first)
+    for group in (second, new_group((0, 1)), dist.new_group([0, 1], use_local_synchronization=True)):
+        total = torch.tensor(10.0**rank)
+        dist.all_reduce(total, group=group)
+        assert total == 11
+
+
 def _name_by_count(ranks: Sequence[int], use_hashed_name: bool) -> str:
     """Names a process group as torch does from 2.14 on."""
     count = c10d._world.group_count
