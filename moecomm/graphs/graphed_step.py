@@ -4,15 +4,17 @@ than balanced routing needs, and a step that needs more is run again without gra
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from moecomm.arguments import require_integer, require_number
@@ -36,13 +38,24 @@ class Needed(NamedTuple):
     """The smallest capacity of any layer, in rows."""
 
 
+class GraphedExperts(Protocol):
+    """What a GraphedStep needs of a MoELayer, and of the experts of a layer of another library."""
+
+    comm: Communicator
+    capacity: int | None
+    """The rows that a dispatch has room for; None: as many as arrive."""
+    _dispatch_seen: Any
+    """A function that is called with the DispatchOutput of each dispatch; or None."""
+    _waits_on_host: bool
+
+
 class _Done(NamedTuple):
     """The results of one run of the step."""
 
     output: Any
     grads: list[Tensor | None]
     seen: list[tuple[dict[str, Tensor], Tensor]]
-    """last_losses and last_tokens_per_expert of each layer."""
+    """last_losses and last_tokens_per_expert of each MoELayer."""
 
 
 class _Before(NamedTuple):
@@ -64,7 +77,9 @@ class GraphedStep:
             optimizer.step()
             optimizer.zero_grad()
 
-    In the graph every MoELayer has room for `headroom` times the rows of balanced routing. The device checks
+    The model has MoELayers, or is one of transformers whose experts moecomm runs (moecomm.transformers); such
+    a model has run a forward before. In the graph every layer has room for `headroom` times the rows of
+    balanced routing. The device checks
     whether all rows fitted, and ranks agree on the answer, with one host wait per step. If some did not fit,
     the replay is undone, and the step runs once more without graph and capacity, so that nothing is dropped
     (docs/graphs.md). A call does what `step_fn` does: it adds to the parameters' `grad`, changes buffers once
@@ -74,8 +89,8 @@ class GraphedStep:
     Args:
         step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts; it must not do what
             a graph cannot capture, such as reading values on the host.
-        model: has the MoELayers, all parameters that get gradients, and all buffers, which the step changes
-            in place.
+        model: has the layers, all parameters that get gradients, and all buffers, which the step changes in
+            place.
         headroom: gives each layer headroom * max_tokens * top_k rows, but at most as many as any routing can
             bring.
         grows: after a step whose rows did not fit, the next call captures the step anew. All layers get room
@@ -115,10 +130,13 @@ class GraphedStep:
         report_every: int = 100,
         recorder: Recorder | None = None,
     ) -> None:
-        layers = layers_of(model)
+        own, layers = layers_of(model), experts_of(model)
         if not layers:
-            raise InvalidArgument("model has no MoELayer: a graph of torch does for it")
-        if any(layer.config.main_grad for layer in layers):
+            raise InvalidArgument(
+                "model has no MoELayer, and no experts of transformers that moecomm has run: call it once "
+                "before; without such experts a graph of torch does for it"
+            )
+        if any(layer.config.main_grad for layer in own):
             raise InvalidArgument(
                 "a MoELayer has main_grad=True, must have False: a step that does not fit is undone, and the "
                 "part of main_grad that it added would stay"
@@ -133,7 +151,7 @@ class GraphedStep:
         self.warmup, self.report_every = warmup, report_every
         self.replays = self.overflows = self.captures = 0
         self.last_needed: Needed | None = None
-        self._step_fn, self._model, self._layers = step_fn, model, layers
+        self._step_fn, self._model, self._layers, self._own = step_fn, model, layers, own
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
@@ -149,7 +167,7 @@ class GraphedStep:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The capacity of each MoELayer in the graph, in rows, in the order of `model.modules()`."""
+        """The capacity of each layer in the graph, in rows, in the order of `model.modules()`."""
         return tuple(self._capacities)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -213,7 +231,7 @@ class GraphedStep:
                 "group is None and the layers' communicators have several groups: pass one that has all "
                 "ranks which take part in a step"
             )
-        if any(layer._balance is not None for layer in self._layers):
+        if any(layer._balance is not None for layer in self._own):
             raise InvalidArgument(
                 "group is None and a layer has aux_loss 'sequence' or 'global', whose ranks may be others "
                 "than those of its communicator: pass a group that has all ranks which take part in a step"
@@ -292,7 +310,7 @@ class GraphedStep:
     def _body(self, waits: bool = False) -> _Done:
         """Runs the step as the graph records it: copies the buffers, sets capacities, checks for overflow."""
 
-        def seen(layer: MoELayer, out: DispatchOutput) -> None:
+        def seen(layer: GraphedExperts, out: DispatchOutput) -> None:
             self._overflow_check.note_dispatch(out.overflow)
 
         with self._settings(self._capacities, seen, waits):
@@ -309,12 +327,12 @@ class GraphedStep:
         try:
             output = _map(lambda tensor: tensor.detach(), self._step_fn(*self._inputs))
         except BaseException:
-            for layer in self._layers:  # what earlier microbatches have put off is no part of the next run
+            for layer in self._own:  # what earlier microbatches have put off is no part of the next run
                 layer.backward_weights(drop=True)
             raise
         grads = [parameter.grad for parameter in self._parameters]
         self._put_grads([None] * len(self._parameters))
-        late = [layer for layer in self._layers if layer.has_pending_weights]
+        late = [layer for layer in self._own if layer.has_pending_weights]
         for layer in late:
             layer.backward_weights(drop=True)
         if late:
@@ -322,15 +340,13 @@ class GraphedStep:
                 "step_fn leaves gradients of experts' weights put off (OverlapConfig.defer_weights), which "
                 "replays would not compute: call moecomm.nn.backward_weights(model) within it"
             )
-        return _Done(
-            output, grads, [(each.last_losses, each.last_tokens_per_expert) for each in self._layers]
-        )
+        return _Done(output, grads, [(each.last_losses, each.last_tokens_per_expert) for each in self._own])
 
     @contextlib.contextmanager
     def _settings(
         self,
         capacities: Sequence[int | None],
-        seen: Callable[[MoELayer, DispatchOutput], None] | None,
+        seen: Callable[[GraphedExperts, DispatchOutput], None] | None,
         waits: bool,
     ) -> Iterator[None]:
         """A context in which the layers have these capacities, and each calls `seen` with itself and the
@@ -339,7 +355,8 @@ class GraphedStep:
         before = [each.capacity for each in self._layers]
         try:
             for layer, capacity in zip(self._layers, capacities, strict=True):
-                layer.capacity, layer._dispatch_seen, layer._waits_on_host = capacity, seen, waits
+                layer._dispatch_seen = None if seen is None else functools.partial(seen, layer)
+                layer.capacity, layer._waits_on_host = capacity, waits
             yield
         finally:
             for layer, own_capacity in zip(self._layers, before, strict=True):
@@ -350,7 +367,7 @@ class GraphedStep:
     def _before(self) -> _Before:
         grads = [each.grad for each in self._parameters]
         are_own = [
-            grad is not None and own is not None and grad.data_ptr() == own.data_ptr()
+            grad is not None and own is not None and _address(grad) == _address(own)
             for grad, own in zip(grads, self._own_grads, strict=True)
         ]
         kept = [
@@ -400,7 +417,7 @@ class GraphedStep:
         needed = [0.0]  # rows of each dispatch, over those of balanced routing
 
         @_disable_dynamo
-        def seen(layer: MoELayer, out: DispatchOutput) -> None:
+        def seen(layer: GraphedExperts, out: DispatchOutput) -> None:
             needed.append(out.tokens.shape[0] / (layer.comm.max_tokens * layer.comm.top_k))
 
         with self._settings(self._exact, seen, waits=True):
@@ -425,7 +442,7 @@ class GraphedStep:
                 else:
                     parameter.grad = prior.add_(grad)
         self._own_grads = done.grads
-        for layer, (losses, tokens_per_expert) in zip(self._layers, done.seen, strict=True):
+        for layer, (losses, tokens_per_expert) in zip(self._own, done.seen, strict=True):
             layer.last_losses, layer.last_tokens_per_expert = losses, tokens_per_expert
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -452,7 +469,19 @@ class GraphedStep:
             torch.cuda.set_rng_state(on_gpu, self.device)
 
 
-def _capacity(layer: MoELayer, headroom: float) -> int:
+def experts_of(model: nn.Module) -> list[GraphedExperts]:
+    """Returns the MoELayers of `model`, and the experts of transformers that moecomm has run, in order."""
+    found: list[GraphedExperts] = []
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            found.append(module)
+        local = getattr(getattr(module, "moecomm", None), "local", None)  # of moecomm.transformers
+        if local is not None and local.comm is not None:
+            found.append(local)
+    return found
+
+
+def _capacity(layer: GraphedExperts, headroom: float) -> int:
     """Returns the rows that a rank gets if the tokens of all ranks spread evenly over the experts, times
     `headroom`, but at most as many as any routing can bring, and at most the layer's own capacity.
 
@@ -462,6 +491,11 @@ def _capacity(layer: MoELayer, headroom: float) -> int:
     comm = layer.comm
     rows = math.ceil(min(rows_at_worst(comm), headroom * comm.max_tokens * comm.top_k))
     return rows if layer.capacity is None else min(rows, layer.capacity)
+
+
+def _address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's elements, of a DTensor those of this rank."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def _kind(value: Any) -> str:

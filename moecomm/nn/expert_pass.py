@@ -89,8 +89,8 @@ class PassContext(NamedTuple):
     """The list of deferred weight gradients to which the backward adds; None: it computes them at once."""
     recorded: RecordedStages | None = None
     """The object in which the pass stores its measured stages; None: nothing is measured."""
-    seen: Callable[[Any, DispatchOutput], None] | None = None
-    """A function of a GraphedStep, called with the layer and the dispatch's output; or None."""
+    seen: Callable[[DispatchOutput], None] | None = None
+    """A function of a GraphedStep, called with the dispatch's output; or None."""
     plans: Plans | None = None
     """The Plans of this layer within a checkpoint with `keep_plans`; else None."""
     gradient_scale: float = 1.0
@@ -192,7 +192,7 @@ class Forward:
         self._state = state = DispatchState(out.handle, out.weights, context.products.groups_of(out))
         side.join(out.tokens, state.weights_P, state.groups)
         if context.seen is not None:
-            context.seen(context.layer, out)
+            context.seen(out)
         self._rows_PH = out.tokens
 
         with stages("fc1"):

@@ -178,7 +178,7 @@ class MoELayer(nn.Module):
         self._unsynchronized = False
         """True from a backward until `sync_gradients` or `mark_synchronized` is called."""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
-        self._dispatch_seen: Any = None  # of a GraphedStep: called with the layer and each DispatchOutput
+        self._dispatch_seen: Any = None  # of a GraphedStep: called with each DispatchOutput
         self._plans: Plans | None = None
         self._loss_scale = 1.0
         # Backwards read this tensor, so that a scale set after the forward is used, also in CUDA graphs. It
@@ -463,7 +463,7 @@ class MoELayer(nn.Module):
             out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, _layer=self)
         has_tail = capacity is not None
         if self._dispatch_seen is not None:
-            self._dispatch_seen(self, out)
+            self._dispatch_seen(out)
         if self._own_experts:
             y_TH = combine_own_experts(comm, self.experts, out, has_tail)
         else:

@@ -22,6 +22,7 @@ from transformers.integrations import moe
 from moecomm.arguments import weight_dtype
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
+from moecomm.errors import Unsupported
 from moecomm.kernels import quack
 from moecomm.kernels.expert_ffn import LowRank, expert_ffn, join_adapters
 from moecomm.kernels.products import Products, grouped_linear
@@ -39,7 +40,14 @@ _REPLACED = (None, "eager", "grouped_mm", "moecomm")
 
 
 class LocalExperts:
-    """This rank's experts of one module of transformers, applied to the rows of a dispatch."""
+    """This rank's experts of one module of transformers, applied to the rows of a dispatch.
+
+    Attributes:
+        comm: the communicator of the last forward; None before the first.
+        capacity: the rows that dispatches have room for, if ranks share the experts; None: as many as arrive.
+            A GraphedStep sets it.
+        last_ids_TK: the ids of the last forward.
+    """
 
     def __init__(self, experts: nn.Module, forward: OwnForward, num_local_experts: int) -> None:
         self._experts, self._forward, self._count = experts, forward, num_local_experts
@@ -48,6 +56,10 @@ class LocalExperts:
         self._products: dict[tuple[Any, ...], Products] = {}
         self._adapters: dict[str, list[LowRank]] = {}
         self.last_ids_TK: Tensor | None = None
+        self.comm: Communicator | None = None
+        self.capacity: int | None = None
+        self._dispatch_seen: Callable[[DispatchOutput], None] | None = None
+        self._waits_on_host = False
 
     @contextlib.contextmanager
     def adding(self, name: str, adapters: list[LowRank]) -> Iterator[None]:
@@ -128,10 +140,18 @@ class LocalExperts:
         if kept is not None and isinstance(kept.state, DispatchOutput):
             comm, out = kept.comm, dispatch_again(kept, x_TH, weights_TK)
         else:
-            # A module's own forward takes no rows that are unspecified.
-            capacity = None if dtype is None else shared.known_rows(ids_TK)
+            capacity = self._capacity(shared, ids_TK)
+            if dtype is None:  # a module's own forward takes no rows that are unspecified
+                if self.capacity is not None:
+                    raise Unsupported(
+                        f"a GraphedStep with {type(self._experts).__name__}, which runs its own forward"
+                    )
+                capacity = None
             comm, out = shared.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
             keep_dispatch(ids_TK, comm, out)
+            self.comm = comm
+            if self._dispatch_seen is not None:
+                self._dispatch_seen(out)
         with self._changed(batches, merges=known is None):
             if known is not None:
                 rows_PH = call_or_tell(comm, self._with_adapters, out, comm, known)
@@ -154,7 +174,9 @@ class LocalExperts:
                 topk_idx_TK=ids_TK,
                 activation=self._activation or "",
                 products=self._products_of(weights, comm),
-                capacity=shared.known_rows(ids_TK),
+                capacity=self._capacity(shared, ids_TK),
+                waits_on_host=self._waits_on_host,
+                seen=self._dispatch_seen,
                 gradient_scale=scale,
             )
             forwards.append(Forward(context, state))
@@ -164,8 +186,13 @@ class LocalExperts:
         if kept is not None and isinstance(kept.state, DispatchState):
             return forward_on(kept.comm, kept.state)
         y_TH = shared.run(x_TH.shape[0], lambda comm: forward_on(comm, None), lambda: forwards[-1].dispatched)
-        keep_dispatch(ids_TK, forwards[-1].context.comm, forwards[-1].state)
+        self.comm = forwards[-1].context.comm
+        keep_dispatch(ids_TK, self.comm, forwards[-1].state)
         return y_TH
+
+    def _capacity(self, shared: SharedCommunicator, ids_TK: Tensor) -> int | None:
+        known = shared.known_rows(ids_TK)
+        return self.capacity if known is None else known
 
     @property
     def _first(self) -> str:

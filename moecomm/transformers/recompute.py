@@ -16,7 +16,7 @@ from torch import Tensor
 from moecomm.autograd.functions import dispatch
 from moecomm.backends.base import RawDispatch
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.nn.expert_pass import DispatchState
 from moecomm.types import DispatchOutput, build
 
@@ -88,6 +88,11 @@ def kept_dispatch(ids_TK: Tensor) -> Kept | None:
     """Returns the kept dispatch that a recomputed layer has to follow, None if there is none. Raises
     InvalidArgument on all ranks if the router has now chosen other experts."""
     kept = None if _current.left is None else next(_current.left, None)
+    if kept is not None and ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "keep_plans within a CUDA graph, as the host compares the experts that a router chose: "
+            "checkpoint without it, and with preserve_rng_state=False"
+        )
     if kept is not None and not torch.equal(ids_TK, kept.ids_TK):
         kept.comm.refuse(
             InvalidArgument(

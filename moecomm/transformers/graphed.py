@@ -1,0 +1,92 @@
+"""A Trainer that replays forwards and backwards from a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from moecomm.errors import Unsupported
+from moecomm.graphs import GraphedStep
+from moecomm.graphs.recorder import Recorder
+
+_ITEMS = "num_items_in_batch"
+
+
+class Graphed:
+    """Lets a Trainer replay the forward and backward of its batches from a CUDA graph (`GraphedStep`), so
+    that the GPU does not wait for Python.
+
+        class Trainer(moecomm.transformers.Graphed, transformers.Trainer): ...
+
+    moecomm runs the model's experts: the model was loaded with `ep_implementation="moecomm"` or
+    `experts_implementation="moecomm"`. The first batch runs as usual, and the second is captured. Batches of
+    another shape than the second's run as usual; ranks that share experts need batches of one shape.
+    `compute_loss` must not read values on the host. Gradient checkpointing needs `preserve_rng_state=False`,
+    and no `keep_plans`. List this class before the Trainer.
+
+    Training raises Unsupported, on all ranks, on a CPU, under DistributedDataParallel, DataParallel,
+    DeepSpeed and accelerate's FSDP, and with gradient_accumulation_steps above 1 on several ranks.
+
+    Attributes:
+        graphed_step: the GraphedStep; None before the second batch.
+        recorder: the recorder of the GraphedStep; None: CUDA graphs.
+    """
+
+    graphed_step: GraphedStep | None = None
+    recorder: Recorder | None = None
+    _has_run = False
+    _kind: tuple[Any, ...] = ()
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        trainer: Any = self
+        plain: Callable[..., Tensor] = super().training_step  # type: ignore[misc]
+        if not self._has_run:
+            self._has_run = True
+            _require_one_step(trainer, model, self.recorder)
+            return plain(model, inputs, num_items_in_batch)
+        given = {**trainer._prepare_inputs(inputs), _ITEMS: num_items_in_batch}
+        if isinstance(num_items_in_batch, int):  # else it would be a constant of the graph
+            given[_ITEMS] = torch.tensor(num_items_in_batch, device=trainer.args.device)
+        constants = trainer.current_gradient_accumulation_steps, trainer.compute_loss_func is None
+        kind = (*constants, *((name, _kind_of(each)) for name, each in given.items()))
+        model.train()
+        if self.graphed_step is None:
+
+            def step_fn(*values: Any) -> Tensor:
+                batch = dict(zip(given, values, strict=True))
+                return plain(model, batch, batch.pop(_ITEMS))
+
+            self._kind = kind
+            self.graphed_step = GraphedStep(step_fn, model, grows=True, recorder=self.recorder)
+        if kind != self._kind:
+            return plain(model, inputs, num_items_in_batch)
+        loss: Tensor = self.graphed_step(*given.values())
+        return loss
+
+
+def _require_one_step(trainer: Any, model: Any, recorder: Recorder | None) -> None:
+    """Raises Unsupported unless forward and backward of a batch can be one graph."""
+    device, accumulates = trainer.args.device, trainer.args.gradient_accumulation_steps
+    if recorder is None and device.type != "cuda":
+        raise Unsupported(f"the model is on {device.type}: a step is captured on a GPU only")
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise Unsupported("Graphed with DeepSpeed or accelerate's FSDP: load the model by distributed_config")
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        how = "load the model by distributed_config, or start one process on one GPU, without torchrun"
+        raise Unsupported(f"Graphed with {type(model).__name__}: {how}")
+    if accumulates > 1 and trainer.args.world_size > 1:
+        raise Unsupported(
+            f"Graphed with gradient_accumulation_steps={accumulates} on {trainer.args.world_size} ranks, "
+            "must be 1: FSDP2 keeps gradients back between batches, outside of the graph"
+        )
+
+
+def _kind_of(value: Any) -> Any:
+    """Returns what has to be equal for a batch to be replayed: a tensor's shape and dtype, or the value."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value

@@ -1,0 +1,138 @@
+"""Trainers of transformers that replay forwards and backwards, by a recorder that runs them again."""
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("accelerate")
+from transformers import Trainer, TrainingArguments, set_seed
+
+from moecomm import InvalidArgument, Unsupported
+from moecomm.graphs import GraphedStep
+from moecomm.transformers import Graphed, graphed
+from moecomm.transformers.experts import LocalExperts
+from tests.multirank.conftest import own_pool
+from tests.multirank.hf_models import EXPERTS, batch_of, load_parallel, saved_once
+from tests.multirank.on_ranks import on_ranks
+from tests.multirank.test_transformers import _train, folders
+from tests.played import Played
+
+__all__ = ["folders"]  # a fixture
+pool = own_pool()
+ADAPTERS: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+
+
+class GraphedTrainer(Graphed, Trainer):  # type: ignore[misc]
+    recorder = Played()
+    last: Any = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        GraphedTrainer.last = self
+
+
+def _load(folder: Path, size: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if size > 1:
+        return load_parallel(folder, "moecomm", fsdp_size=size, ep_size=size)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="moecomm")
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "adapters", "headroom"),
+    [
+        pytest.param(1, "qwen3_moe", {}, 1.25, id="alone"),
+        pytest.param(1, "gpt_oss", ADAPTERS, 0.1, id="alone, adapters"),
+        pytest.param(2, "qwen3_moe", {}, 9.0, id="rows fit"),
+        pytest.param(2, "gpt_oss", {}, 0.4, id="rows do not fit"),
+        pytest.param(2, "qwen3_moe", ADAPTERS, 0.4, id="adapters, rows do not fit"),
+    ],
+)
+@on_ranks("size")
+def test_losses(
+    rank: int, size: int, family: str, adapters: dict[str, Any], headroom: float, folders: Path, seed: int
+) -> None:
+    """They are those of the plain Trainer, with accumulation where a rank is alone."""
+    folder, losses, weights = saved_once(folders, family), [], []
+    # Not Adam, whose first steps take the sign of a gradient: rounding may turn one that is all but zero.
+    options: dict[str, Any] = {"learning_rate": 0.1, "optim": "sgd", "save_strategy": "no", "max_steps": 4}
+    options["gradient_accumulation_steps"] = passes = 3 - size
+    given = functools.partial(GraphedStep, headroom=headroom)
+    for trainer in (Trainer, GraphedTrainer):
+        set_seed(seed % 2**32)
+        with mock.patch.object(graphed, "GraphedStep", given):
+            kind = trainer, TrainingArguments
+            model, found = _train(kind, _load(folder, size), folders / "out", seed, adapters, **options)
+        losses.append(torch.tensor(found))
+        weights.append([each.detach() for each in model.parameters() if each.requires_grad])
+    assert len(losses[0]) == 4
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    step = GraphedTrainer.last.graphed_step
+    assert step.replays == 4 * passes - 1
+    assert (step.overflows > 0) == (headroom < 1 and size > 1), step.report()
+
+
+@on_ranks(1)
+def test_batches_of_another_shape(rank: int, size: int, folders: Path, seed: int) -> None:
+    """They run as usual, among batches that are replayed; labels that are left out count as they do."""
+    folder, losses = saved_once(folders, "qwen3_moe"), []
+    rows = [torch.randint(3, 96, (12 + 2 * (n % 4 == 3),)) for n in range(8)]
+    data = [{"input_ids": row, "labels": row.where(row > 3 * n, -100)} for n, row in enumerate(rows)]
+    for kind in (Trainer, GraphedTrainer):
+        set_seed(0)
+        arguments = TrainingArguments(
+            str(folders / "out"),
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            per_device_train_batch_size=1,
+            num_train_epochs=2,
+            logging_steps=1,
+            save_strategy="no",
+        )
+        made = kind(model=_load(folder, 1), args=arguments, train_dataset=data)
+        made.train()
+        losses.append([each["loss"] for each in made.state.log_history if "loss" in each])
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
+    assert len(losses[0]) == 16
+    assert 4 <= GraphedTrainer.last.graphed_step.replays <= 12  # of one of the shapes
+
+
+@on_ranks(2)
+def test_refusals(rank: int, size: int, folders: Path, seed: int) -> None:
+    folder = saved_once(folders, "qwen3_moe")
+    model, tokens = _load(folder, 2), batch_of(0, seed)
+
+    def forward_backward(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+    with pytest.raises(InvalidArgument, match="no experts of transformers that moecomm has run: call it"):
+        GraphedStep(forward_backward, model, recorder=Played())
+    forward_backward(tokens)
+    with pytest.raises(Unsupported, match="the model is on cpu: a step is captured on a GPU only"):
+        GraphedStep(forward_backward, model)
+    step = GraphedStep(forward_backward, model, recorder=Played())
+    with (
+        mock.patch.object(LocalExperts, "_has_plain_weights", return_value=False),
+        pytest.raises(Unsupported, match="Qwen3MoeExperts, which runs its own forward"),
+    ):
+        step(tokens)
+
+    options: dict[str, Any] = {"max_steps": 1, "save_strategy": "no"}
+    for kind, accumulates, text in (
+        (type("OnGpus", (GraphedTrainer,), {"recorder": None}), 1, "the model is on cpu: a step is"),
+        (GraphedTrainer, 2, "gradient_accumulation_steps=2 on 2 ranks, must be 1"),
+    ):
+        options["gradient_accumulation_steps"] = accumulates
+        with pytest.raises(Unsupported, match=text):
+            _train((kind, TrainingArguments), model, folders / "out", seed, {}, **options)
