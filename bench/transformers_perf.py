@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from lm.flags import Parser, amount, count
 
 from bench.harness.command_line import file_to_write
 from bench.harness.launch import leave_multicast_off
+from moecomm.graphs import GraphedStep
 
 COMMON = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,17 +70,12 @@ def parse() -> argparse.Namespace:
     add("--steps", type=count, default=4, help="timed steps of a turn (%(default)s)")
     add("--zipf", type=amount, default=0.0, help="ids of the layers: expert n is drawn with weight n**-ZIPF")
     add("--lora", type=count, default=0, metavar="R", help="train adapters of R columns, on experts as well")
-    add("--compile", action="store_true", help="torch.compile for each decoder layer")
-    add("--keep", action="store_true", help="FSDP2 gathers layers' weights (not experts') once a step")
+    add("--graph", action="store_true", help="moecomm's steps are replayed (GraphedStep); others never are")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--ranks", type=count, help="processes (default: one a GPU; two on the CPU)")
     add("-J", "--json", type=file_to_write, metavar="FILE", help="write a record of the run")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     return parser.parse_args()
-
-
-def main() -> int:
-    return exit_code("transformers_perf.py", start)
 
 
 def start() -> int:
@@ -125,6 +122,8 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     if unknown := [each for each in variants if each not in known]:
         raise UsageError(f"--variants has {unknown[0]!r}, must be of {', '.join(known)}")
     gpu = device.type == "cuda"
+    if arguments.graph and not gpu:
+        raise UsageError("--graph: a step is captured on a GPU only")
     name = arguments.model or ("qwen3-30b" if gpu else "small")
     tokens = arguments.tokens or (4096 if gpu else 64)
     widths = MODELS[name][1]
@@ -142,21 +141,22 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     losses = torch.stack([run.step() for run in runs]).double()
     dist.all_reduce(losses)
     first = (losses / world).tolist()
+    for run in runs if arguments.graph else ():
+        run.capture()
     for _ in range(arguments.rounds):
         for run in runs:
             run.turn("step", run.step, arguments.steps)
             run.turn("layers", run.layers, arguments.steps)
-    rows = []
+    rows, asked = [], {**vars(arguments), "model": name, "tokens": tokens}
+    known = {each: asked[each] for each in ("model", "tokens", "layers", "zipf", "lora", "graph")}
     for run, loss in zip(runs, first, strict=True):
         wrong = is_wrong(loss, first[0], device.type)
         for phase, samples in run.samples.items():
             seconds = statistics.median(samples)
             row = {
                 "path": run.how,
-                "model": name,
-                "tokens": tokens,
                 "phase": phase,
-                **{each: vars(arguments)[each] for each in ("layers", "zipf", "lora", "compile", "keep")},
+                **known,
                 "time_s": seconds,
                 "min_s": min(samples),
                 "samples_s": samples,
@@ -202,48 +202,50 @@ class Run:
     """A variant's model, and what was measured of it by phase: seconds, those in which the host issued, and
     the most bytes of a GPU besides weights and optimizer."""
 
-    def __init__(
-        self, how: str, folder: str, tokens: int, device: Any, arguments: argparse.Namespace
-    ) -> None:
+    def __init__(self, how: str, folder: str, tokens: int, device: Any, arguments: Any) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.distributed import DistributedConfig
 
         self.how, self._device, rank, world = how, device, dist.get_rank(), dist.get_world_size()
-        plan = {"model.layers.*": "keep_full_weight"} if arguments.keep else None
         options: dict[str, Any] = {"experts_implementation": how}
         if world > 1:
-            sizes = {"fsdp_size": world, "fsdp_plan": plan, "ep_size": world}
-            options = {"distributed_config": DistributedConfig(**sizes, ep_implementation=how)}
+            parallel = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation=how)
+            options = {"distributed_config": parallel}
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[device.type], **options)
-        for layer in loaded.model.layers if arguments.compile else ():
-            layer.compile()
         loaded = loaded.to(device) if world == 1 else loaded
         self.model: Any = (adapted(loaded, arguments.lora, how) if arguments.lora else loaded).train()
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-        generator = torch.Generator().manual_seed(1 + rank)
-        config = self.model.config
+        self._forward_backward: Callable[[Any], Any] = self._plain
+        generator, config = torch.Generator().manual_seed(1 + rank), self.model.config
         self._tokens = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)
         experts = getattr(config, "num_local_experts", None) or config.num_experts
-        named = self.model.named_modules()
-        self._experts = [each for n, each in named if n.endswith(".experts") and n.count("experts") == 1]
+        self._experts = [each for n, each in self.model.named_modules() if n.endswith("mlp.experts")]
         weights_E = torch.arange(1, experts + 1, dtype=torch.float64) ** -arguments.zipf
-        top_k = config.num_experts_per_tok
-        ids_TK = torch.multinomial(weights_E.expand(tokens, -1), top_k, generator=generator)
-        self._ids_TK = ids_TK.to(device)
+        weights_TE, top_k = weights_E.expand(tokens, -1), config.num_experts_per_tok
+        self._ids_TK = ids_TK = torch.multinomial(weights_TE, top_k, generator=generator).to(device)
         self._weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device, loaded.dtype)
         self._x_TH = torch.randn(tokens, config.hidden_size, generator=generator).to(device, loaded.dtype)
-        self.samples: dict[str, list[float]] = {"step": [], "layers": []}
-        self.host: dict[str, list[float]] = {"step": [], "layers": []}
-        self.memory = {"step": 0, "layers": 0}
+        self.samples: dict[str, list[float]] = defaultdict(list)
+        self.host: dict[str, list[float]] = defaultdict(list)
+        self.memory: dict[str, int] = defaultdict(int)
+
+    def _plain(self, tokens: Any) -> Any:
+        loss = self.model(tokens, labels=tokens).loss
+        loss.backward()
+        return loss.detach()
 
     def step(self) -> Any:
         """Trains once; returns the loss of this rank's tokens."""
-        loss = self.model(self._tokens, labels=self._tokens).loss
-        loss.backward()
+        loss = self._forward_backward(self._tokens)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss.detach()
+        return loss
+
+    def capture(self) -> None:
+        """Makes moecomm's later steps replays of a graph. A step has run before."""
+        if self.how == "moecomm":
+            self._forward_backward = GraphedStep(self._plain, self.model, grows=True)
 
     def layers(self) -> None:
         """Runs the experts' modules alone, forward and backward."""
@@ -293,4 +295,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code("transformers_perf.py", start))

@@ -13,7 +13,6 @@ from typing import Literal
 
 OPERATIONS = ("dispatch", "combine", "alltoall")
 LAYER = "moe_layer"
-PROGRAMS = (*OPERATIONS, LAYER)
 WIRES = ("fp8", "mxfp8")  # formats in which rows can travel
 MOECOMM = "moecomm"  # the path of an operation that is moecomm's own
 DEEP_EP = "deep_ep"  # the same by the module that stands in for DeepEP's

@@ -152,7 +152,7 @@ class GraphedStep:
         self.replays = self.overflows = self.captures = 0
         self.last_needed: Needed | None = None
         self._step_fn, self._model, self._layers, self._own = step_fn, model, layers, own
-        self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
+        self._comms = self._communicators()
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
         self._every = self._parameters = list(model.parameters())
@@ -222,6 +222,9 @@ class GraphedStep:
 
     # -- before the first replay -----------------------------------------------------------------------
 
+    def _communicators(self) -> list[Communicator]:
+        return list({id(each.comm): each.comm for each in self._layers}.values())
+
     def _group(self, group: AnyGroup | None) -> Group | None:
         if group is not None:
             return as_group(group)
@@ -276,6 +279,7 @@ class GraphedStep:
                         buffer.copy_(kept)
                     self._buffers.append((kept, buffer))
             self._set_random(before.random)
+            self._comms = self._communicators()  # a larger batch outside of the steps may have changed them
             self._replay = self._recorder.record(self._body)
             self.captures += 1
         except BaseException:

@@ -36,6 +36,7 @@ def test_variants_are_timed_in_turns_and_agree(tmp_path: Path, ranks: int) -> No
         ("--variants no_such", 2, "--variants has 'no_such', must be of auto, all_to_all"),
         ("--rounds 0", 2, "--rounds: 0 is not a number of at least 1"),
         ("--zipf nan", 2, "--zipf: nan is not a finite number"),
+        ("--graph", 2, "--graph: a step is captured on a GPU only"),
         ("--layers 1", 3, "--model small: 3 ranks cannot share its 8 experts evenly"),
         ("-J nowhere/run.json", 2, "nowhere/run.json is a folder, or in a folder that is not there"),
     ],
