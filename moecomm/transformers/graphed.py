@@ -24,7 +24,8 @@ class Graphed:
 
     moecomm runs the model's experts: the model was loaded with `ep_implementation="moecomm"` or
     `experts_implementation="moecomm"`. The first batch runs as usual, and the second is captured. Batches of
-    another shape than the second's run as usual; ranks that share experts need batches of one shape.
+    another shape than the second's run as usual; where that differs between ranks that share experts, all of
+    them raise MismatchedArguments.
     `compute_loss` must not read values on the host. Gradient checkpointing needs `preserve_rng_state=False`,
     and no `keep_plans`. List this class before the Trainer.
 

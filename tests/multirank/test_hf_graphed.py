@@ -58,11 +58,14 @@ def _load(folder: Path, size: int) -> Any:
 def test_losses(
     rank: int, size: int, family: str, adapters: dict[str, Any], headroom: float, folders: Path, seed: int
 ) -> None:
-    """They are those of the plain Trainer, with accumulation where a rank is alone."""
+    """They are those of the plain Trainer, with accumulation where a rank is alone, and where all rows fit
+    with gradient checkpointing."""
     folder, losses, weights = saved_once(folders, family), [], []
     # Not Adam, whose first steps take the sign of a gradient: rounding may turn one that is all but zero.
     options: dict[str, Any] = {"learning_rate": 0.1, "optim": "sgd", "save_strategy": "no", "max_steps": 4}
     options["gradient_accumulation_steps"] = passes = 3 - size
+    options["gradient_checkpointing"] = headroom == 9.0
+    options["gradient_checkpointing_kwargs"] = {"use_reentrant": False, "preserve_rng_state": False}
     given = functools.partial(GraphedStep, headroom=headroom)
     for trainer in (Trainer, GraphedTrainer):
         set_seed(seed % 2**32)
