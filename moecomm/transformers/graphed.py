@@ -24,10 +24,9 @@ class Graphed:
 
     moecomm runs the model's experts: the model was loaded with `ep_implementation="moecomm"` or
     `experts_implementation="moecomm"`. The first batch runs as usual, and the second is captured. Batches of
-    another shape than the second's run as usual; where that differs between ranks that share experts, all of
-    them raise MismatchedArguments.
-    `compute_loss` must not read values on the host. Gradient checkpointing needs `preserve_rng_state=False`,
-    and no `keep_plans`. List this class before the Trainer.
+    another shape than the second's run as usual; if only some of the ranks that share experts have such a
+    batch, all raise MismatchedArguments. `compute_loss` must not read values on the host. Gradient
+    checkpointing needs `preserve_rng_state=False`, and no `keep_plans`. List this class before the Trainer.
 
     Training raises Unsupported, on all ranks, on a CPU, under DistributedDataParallel, DataParallel,
     DeepSpeed and accelerate's FSDP, and with gradient_accumulation_steps above 1 on several ranks.
