@@ -2,7 +2,8 @@
 
     python docs/make_api.py
 
-Run it after a change of either; a test compares the page with what this makes.
+Run it after a change of either, with transformers and peft installed; a test compares the page with what
+this makes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any, ForwardRef
 
 PAGE = Path(__file__).with_name("api.md")
-PACKAGES = ("moecomm", "moecomm.nn", "moecomm.train", "moecomm.graphs", "moecomm.overlap", "moecomm.parallel")
+PACKAGES = (
+    *("moecomm", "moecomm.nn", "moecomm.train", "moecomm.graphs", "moecomm.overlap", "moecomm.parallel"),
+    *("moecomm.transformers", "moecomm.transformers.adapters"),
+)
 WIDTH = 100
 SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:")
 HEAD = """\
@@ -35,7 +39,8 @@ def page() -> str:
         for name in module.__all__:
             value = getattr(module, name)
             home = getattr(value, "__module__", package)
-            if any(home.startswith(f"{other}.") for other in PACKAGES[1:] if other != package):
+            others = (f"{other}." for other in PACKAGES[1:] if package not in (other, home))
+            if home.startswith(tuple(others)):
                 continue  # of another of these packages, and named here too
             if inspect.isclass(value):
                 parts += class_entry(name, value)
