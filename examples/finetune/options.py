@@ -38,7 +38,6 @@ class Options:
     lr: float
     warmup: float
     balance: float
-    rebalance: int | None
     max_skipped: int
     seed: int
     ep: int | None
@@ -142,13 +141,6 @@ def _parser() -> Parser:
         default=0.0,
         metavar="WEIGHT",
         help="weight of a loss that balances the experts of each layer, beside what the model's config adds",
-    )
-    add(
-        "--rebalance",
-        type=count,
-        metavar="STEPS",
-        help="steps after which experts change places between ranks, so that ranks get rows alike, and "
-        "after the first one (default: never)",
     )
     add(
         "--max-skipped",

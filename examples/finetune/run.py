@@ -40,9 +40,8 @@ from transformers.utils import logging as transformers_logging
 from finetune import demo, report, sizes, text
 from finetune.options import Options
 from finetune.watch import Watch, peak_memory
-from moecomm import Unsupported
 from moecomm.nn import load_balancing_loss
-from moecomm.transformers import Resumable, keep_plans, rebalance_experts
+from moecomm.transformers import Resumable, keep_plans
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """The attention's matrices, by their names in all of transformers' models."""
@@ -164,22 +163,6 @@ class Lines(TrainerCallback):  # type: ignore[misc]
             )
 
 
-class Rebalance(TrainerCallback):  # type: ignore[misc]
-    """Exchanges experts between ranks after the first step, and then every so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def on_step_end(
-        self, _args: Any, state: Any, _control: Any, model: Any = None, optimizer: Any = None, **_: Any
-    ) -> None:
-        if state.global_step == 1 or state.global_step % self._steps == 0:
-            try:
-                rebalance_experts(model, optimizer)
-            except Unsupported as error:  # on all ranks: of the model's routers, for example
-                raise RunError(f"--rebalance: {error}") from error
-
-
 def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     """Fine-tunes, and writes the model, its metrics and a report to `options.out`. All ranks call it."""
     rank, world, out = dist.get_rank(), dist.get_world_size(), options.folder
@@ -188,13 +171,6 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     folder, places = _model_and_text(options, first)
     model_size = sizes.Model.of(folder)
     ep = sizes.experts_ranks(model_size, world, options.ep)
-    if options.rebalance and (
-        options.lora_experts or options.implementation != "moecomm" or ep < max(world, 2)
-    ):
-        raise UsageError(
-            "--rebalance needs --implementation moecomm, experts without adapters, and these on all of "
-            f"several ranks: they are on {ep} of {world}"
-        )
     gpu = device.type == "cuda"
     recompute = gpu if options.recompute is None else options.recompute
     plan = sizes.Plan(
@@ -265,8 +241,6 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     trainer.remove_callback(PrinterCallback)
     if first:
         trainer.add_callback(Lines(options.steps))
-    if options.rebalance:
-        trainer.add_callback(Rebalance(options.rebalance))
     begin = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds, done = time.perf_counter() - begin, trainer.state.global_step

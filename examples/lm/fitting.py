@@ -223,14 +223,6 @@ def _check_step(options: Options) -> None:
         "--recompute shared needs --shared-experts, above 0",
     )
     _refuse(options.compile and again & COMPILED, "--compile: not with --recompute of what it compiles")
-    stay = {
-        "--fsdp": options.fsdp,
-        "--etp": options.etp > 1,
-        "--pp": options.pp > 1,
-        "--num-groups": options.num_groups > 0,
-    }
-    for name, is_given in stay.items():
-        _refuse(options.rebalance and is_given, f"--rebalance: experts stay where they are with {name}")
     delayed = "--delay-wgrad: the gradients of the experts' weights are"
     _refuse(
         options.delay_wgrad and options.fsdp,

@@ -260,12 +260,6 @@ class Options:
         action=SWITCH,
         default=False,
     )
-    rebalance: int = _flag(
-        "steps after which experts change places between ranks, by the choices of these steps, so that ranks "
-        "get rows alike; 0: never",
-        whole,
-        default=0,
-    )
     recompute: Sequence[str] = _flag(
         f"what is computed again in the backward instead of kept, of {', '.join(RECOMPUTED)} (default: "
         "nothing)",

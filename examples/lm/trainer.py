@@ -49,7 +49,6 @@ from lm.speed import measure_speed
 from lm.stop import StopRequest
 from moecomm.graphs import GraphedStep
 from moecomm.nn import backward_weights, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
-from moecomm.train import rebalance_experts
 
 
 class Trainer:
@@ -92,7 +91,6 @@ class Trainer:
         set_loss_scale(self.model, 1 / options.microbatches)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
-        self.loads: list[torch.Tensor] = []  # of the steps since experts changed places
         self.batches: dict[int, torch.Tensor] = {}  # by step: the one that is made ahead
         self.graphed: GraphedStep | None = None
         if options.graph:
@@ -236,11 +234,6 @@ class Trainer:
         else:
             self.optimizer.step()
             update_expert_bias(self.model)
-            if options.rebalance:
-                self.loads.append(load_AE)
-                if step % options.rebalance == 0:
-                    rebalance_experts(self.model, self.optimizer, list(torch.stack(self.loads).sum(0)))
-                    self.loads.clear()
         self.optimizer.zero_grad()
         totals = reduce_step(
             load_AE,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
@@ -92,18 +92,6 @@ def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTen
         for module, name in zip(modules, names, strict=True):
             if module in paths:
                 yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
-
-
-def awaits_average(parameters: Iterable[Tensor]) -> bool:
-    """Returns whether FSDP2 keeps gradients of one of these parameters whole, as it does for all microbatches
-    but the last with set_requires_gradient_sync(False)."""
-    wanted = {id(each) for each in parameters}
-    kept = (
-        (each.unsharded_accumulated_grad, getattr(each, "_unsharded_param", None))
-        for each in _fsdp_params()
-        if id(each.sharded_param) in wanted
-    )
-    return any(sums is not None or (own is not None and own.grad is not None) for sums, own in kept)
 
 
 def _fsdp_params() -> list[Any]:

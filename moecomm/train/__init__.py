@@ -18,10 +18,8 @@ from moecomm.train.gradients import (
     sync_gradients,
 )
 from moecomm.train.kept_plans import keep_plans
-from moecomm.train.rebalance import Rebalanced, rebalance_experts
 
 __all__ = [
-    "Rebalanced",
     "backward_weights",
     "clip_grad_norm",
     "fully_shard_experts",
@@ -29,7 +27,6 @@ __all__ = [
     "keep_plans",
     "mark_synchronized",
     "prepare_ddp",
-    "rebalance_experts",
     "set_loss_scale",
     "sharded_state",
     "sync_gradients",

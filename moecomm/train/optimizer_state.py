@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,14 @@ def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> 
     and numbers, state that belongs to no parameter, and parameters without a name in `named`."""
     if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         raise InvalidArgument(f"optimizer is {type(optimizer).__name__}, must be an optimizer of torch")
-    require_own_parameters(optimizer, named, "a checkpoint would leave their state out")
+    of_groups = (each for group in optimizer.param_groups for each in group["params"])
+    outside = [tuple(each.shape) for each in of_groups if each not in named]
+    if outside:
+        raise InvalidArgument(
+            f"the optimizer has {len(outside)} parameters that are not in the model, one of shape "
+            f"{outside[0]}: a checkpoint would leave their state out. Pass a model that has all of them, an "
+            "nn.ModuleList of several for example"
+        )
     for owner, values in optimizer.state.items():
         if not isinstance(owner, Tensor):
             raise InvalidArgument(
@@ -43,19 +50,6 @@ def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> 
                     f"the optimizer's {key} of {named[owner]} is a {type(value).__name__}, must be a tensor "
                     "or a number: a checkpoint would leave it out. Use another optimizer"
                 )
-
-
-def require_own_parameters(optimizer: torch.optim.Optimizer, own: Container[Any], otherwise: str) -> None:
-    """Raises InvalidArgument for parameters that are not in `own`, those of the model. otherwise: what would
-    become of them."""
-    of_groups = (each for group in optimizer.param_groups for each in group["params"])
-    outside = [tuple(each.shape) for each in of_groups if each not in own]
-    if outside:
-        raise InvalidArgument(
-            f"the optimizer has {len(outside)} parameters that are not in the model, one of shape "
-            f"{outside[0]}: {otherwise}. Pass a model that has all of them, an nn.ModuleList of several for "
-            "example"
-        )
 
 
 def _numbers_of(values: dict[Any, Any]) -> dict[Any, Any]:

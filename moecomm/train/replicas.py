@@ -131,11 +131,6 @@ def ranks_of(group: Group | None) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def backends_of(group: Group | None) -> dict[str, str]:
-    """Returns the backend that a group has for each type of device."""
-    return dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-
-
 _of_hosts: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 """Maps a group to another one of the same ranks, for CPU tensors, in which moecomm.train alone exchanges."""
 
@@ -147,7 +142,7 @@ def group_of_hosts(group: Group | None) -> Group | None:
     over = group or dist.group.WORLD
     assert over is not None
     if over not in _of_hosts:
-        backends = backends_of(group)
+        backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
         if "cpu" not in backends:
             return None
         options: Any = over._get_backend(torch.device("cpu")).options

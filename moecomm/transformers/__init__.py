@@ -39,7 +39,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
 from moecomm.transformers.graphed import Graphed  # noqa: E402
 from moecomm.transformers.implementation import MoecommEP  # noqa: E402
-from moecomm.transformers.rebalance import rebalance_experts  # noqa: E402
 from moecomm.transformers.recompute import keep_plans  # noqa: E402
 from moecomm.transformers.resume import Resumable  # noqa: E402
 from moecomm.transformers.whole_experts import experts_forward  # noqa: E402
@@ -47,4 +46,4 @@ from moecomm.transformers.whole_experts import experts_forward  # noqa: E402
 EPImplementationInterface.register("moecomm", MoecommEP)
 ALL_EXPERTS_FUNCTIONS.register("moecomm", experts_forward)
 
-__all__ = ["Graphed", "MoecommEP", "Resumable", "keep_plans", "rebalance_experts"]
+__all__ = ["Graphed", "MoecommEP", "Resumable", "keep_plans"]

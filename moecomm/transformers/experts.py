@@ -46,7 +46,6 @@ class LocalExperts:
         comm: the communicator of the last forward; None before the first.
         capacity: the rows that dispatches have room for, if ranks share the experts; None: as many as arrive.
             A GraphedStep sets it.
-        last_ids_TK: the ids of the last forward.
     """
 
     def __init__(self, experts: nn.Module, forward: OwnForward, num_local_experts: int) -> None:
@@ -55,7 +54,6 @@ class LocalExperts:
         self._activation = activation_of(experts) if self._described else None
         self._products: dict[tuple[Any, ...], Products] = {}
         self._adapters: dict[str, list[LowRank]] = {}
-        self.last_ids_TK: Tensor | None = None
         self.comm: Communicator | None = None
         self.capacity: int | None = None
         self._dispatch_seen: Callable[[DispatchOutput], None] | None = None
@@ -110,7 +108,7 @@ class LocalExperts:
             top_k_weights: (T, K).
             batches: the number by which the gradients of the module's weights are divided.
         """
-        self.last_ids_TK, plain = ids_TK, self._has_plain_weights()
+        plain = self._has_plain_weights()
         dtype = getattr(self._experts, self._first).dtype if plain else None
         x_TH, kind = hidden_states, hidden_states.device.type
         on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -5,13 +5,11 @@ import json
 import shutil
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from moecomm import Unsupported
 from tests.examples.conftest import EXAMPLES
 from tests.multirank.hf_models import save_model
 from tests.programs import run_program
@@ -427,7 +425,7 @@ def test_steps_without_a_finite_norm_are_left_out(tmp_path: Path, model: Path) -
     assert "step 2: the held-out loss is nan; the ch" in said and "suspect-2; go on from" in said
 
 
-@pytest.mark.parametrize("kind", ["--lora --rebalance 2", "--lora-experts"])
+@pytest.mark.parametrize("kind", ["--lora", "--lora-experts"])
 def test_adapters_alone_are_trained(tmp_path: Path, model: Path, kind: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -451,22 +449,6 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path, kind: str) -> N
         )
 
 
-def test_routers_that_cannot_exchange_experts_end_the_run_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from finetune import run
-
-    def refuse(*_: Any) -> None:
-        raise Unsupported("the router chooses groups of experts")
-
-    monkeypatch.setattr(run, "rebalance_experts", refuse)
-    callback, state = run.Rebalance(3), SimpleNamespace(global_step=2)
-    callback.on_step_end(None, state, None)
-    state.global_step = 3
-    with pytest.raises(RunError, match="--rebalance: the router chooses groups"):
-        callback.on_step_end(None, state, None)
-
-
 def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: Path) -> None:
     place, silent, wordless = model.parent / "text", tmp_path / "silent", tmp_path / "wordless"
     shutil.copytree(model, wordless / "empty", ignore=shutil.ignore_patterns("*token*"))
@@ -484,8 +466,6 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
             [model, place, "--lora-experts", "--implementation", "all_to_all"],
             "needs --implementation moecomm",
         ),
-        (1, [model, place, "--rebalance", 2], "on all of several ranks: they are on 1 of 1"),
-        (2, [model, place, "--rebalance", 2, "--lora-experts"], "experts without adapters"),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
         (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
         (2, [silent, place], ", the model 96 of them"),

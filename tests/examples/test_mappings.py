@@ -210,7 +210,6 @@ SCHEDULES = ("interleaved", "zero-bubble", "dualpipev", "zbv")
 GROUPS: dict[str, tuple[int, list[tuple[int, str, str]]]] = {
     "mappings": (1, over("", MAPPINGS)),
     "stages": (1, over(STAGED, PIPELINES)),
-    "experts that change places": (1, over("", ["--cp 2 --ep 2 --rebalance 1", "--rebalance 2"], 4)),
     "shards": (1, [(n, STAGED if "--pp" in each else "", f"{each} --fsdp") for n, each in SHARDED]),
     "schedules": (3, over(BALANCED, [f"--pp 2 --microbatches 4 --schedule {s}" for s in SCHEDULES], 2)),
     "bfloat16": (0, over(ROUNDED, [f"--pp 2 --schedule {s}" for s in ("1f1b", "dualpipev")], 2)),

@@ -462,7 +462,6 @@ WRONG_BEFORE_THERE_ARE_RANKS = {
     "--resume": "--resume: no run in",
     "--steps 0": "0 is not a number of at least 1",
     "--lr -1": "-1.0 is not a finite number",
-    "--rebalance 2 --fsdp": "--rebalance: experts stay where they are with --fsdp",
     "--delay-wgrad": "give --microbatches 2 or more",
     "--delay-wgrad --microbatches 2 --fsdp": "hooks by which FSDP shards",
     "--expert-precision fp8 --ffn 24": "--ffn 24 must be a multiple",
