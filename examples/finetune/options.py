@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm.errors import UsageError
 from lm.files import write_whole
-from lm.flags import Parser, amount, count, integer
+from lm.flags import Help, Parser, amount, count, integer
 
 FILE_NAME = "options.json"
 NOT_KEPT = ("resume", "ranks", "note")
@@ -88,14 +88,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return Options(**values)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to an option's help, unless there is none or the help says it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        none = action.default is False or action.default in (None, "")
-        return action.help if none else super()._get_help_string(action)
-
-
 def _seed(text: str) -> int:
     value = integer(text)
     if not 0 <= value < 1 << 32:
@@ -114,7 +106,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="finetune_hf.py",
         description="Fine-tune a mixture-of-experts model of Hugging Face, on all GPUs or on the CPU.",
-        formatter_class=_Help,
+        formatter_class=Help,
         epilog="Without a model, a small one and its text are made.",
     )
     switch, add = argparse.BooleanOptionalAction, parser.add_argument

@@ -168,28 +168,13 @@ def make_communicator(
 
 
 def attention_config(options: Options) -> AttentionConfig:
-    return AttentionConfig(
-        dim=options.dim,
-        heads=options.heads,
-        kv_heads=options.kv_heads or options.heads,
-        head_dim=options.head_dim or options.dim // options.heads,
-        kind=options.attention,
-        rope_base=options.rope_base,
-        rope_factor=options.rope_factor,
-        rope_positions=options.rope_positions,
-        rope_truncate=options.rope_truncate,
-        rope_mscale=options.rope_mscale,
-        norm_eps=options.norm_eps,
-        qk_norm=options.qk_norm,
-        qkv_bias=options.qkv_bias,
-        out_bias=options.out_bias,
-        window=options.window,
-        sinks=options.sinks,
-        q_rank=options.q_rank,
-        kv_rank=options.kv_rank,
-        rope_dim=options.rope_dim,
-        value_dim=options.value_dim,
-    )
+    """Returns the config of the attention; options have most of its fields under the same names."""
+    same = (field.name for field in dataclasses.fields(AttentionConfig) if hasattr(options, field.name))
+    given = {name: getattr(options, name) for name in same}
+    given["kind"] = options.attention
+    given["kv_heads"] = options.kv_heads or options.heads
+    given["head_dim"] = options.head_dim or options.dim // options.heads
+    return AttentionConfig(**given)
 
 
 def assemble(

@@ -52,6 +52,15 @@ class Parser(argparse.ArgumentParser):
         return bool(given == value)
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows an option's default unless there is none, or the help text says what happens without it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        none = action.default is False or action.default in (None, "")
+        said = action.help is not None and "(default:" in action.help
+        return action.help if none or said else super()._get_help_string(action)
+
+
 def integer(text: str) -> int:
     try:
         return int(text)

@@ -19,7 +19,7 @@ from lm import fitting, presets
 from lm.errors import UsageError
 from lm.files import write_whole
 from lm.fitting import SCHEDULES, flag
-from lm.flags import Parser, above_zero, amount, count, integer, whole
+from lm.flags import Help, Parser, above_zero, amount, count, integer, whole
 
 FILE_NAME = "options.json"
 
@@ -351,19 +351,11 @@ def _load_saved(out: Path) -> dict[str, Any]:
     return {**presets.PLAIN, **_parser().saved(out / FILE_NAME)}
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of an option unless its help text says what happens without it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        said = action.help is not None and "(default:" in action.help
-        return action.help if said or action.default in (None, "") else super()._get_help_string(action)
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="train_lm.py",
         description="Train a mixture-of-experts language model on text; every token is routed by moecomm.",
-        formatter_class=_HelpFormatter,
+        formatter_class=Help,
         epilog=f"--preset large, the default on GPUs, stands for {presets.describe('large')}",
     )
     parser.set_defaults(**presets.SMALL)

@@ -109,18 +109,15 @@ def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
     return found if rows <= MOST_JOINED_ROWS * experts * len(found) else [first]
 
 
-def _kind(pending: Pending) -> tuple[object, ...]:
-    """Returns the properties that pending gradients must share to be computed together."""
-    operands = (pending.of_in, pending.of_out)
-    return (pending.products, *(None if each is None else _source(each.weight) for each in operands))
-
-
-def _source(weight: Tensor) -> tuple[bool, int]:
-    """Returns a key that differs between weights with separate gradients: whether the weight is its own leaf
-    (not a cast), and the address of the leaf, which the weight keeps alive."""
-    leaf = leaf_of(weight)
-    assert leaf is not None
-    return weight.is_leaf, leaf.data_ptr()
+def _kind(pending: Pending) -> list[object]:
+    """Returns the properties that pending gradients must share to be computed together: their products, and
+    for each weight whether it is its own leaf (not a cast), and the leaf's address, which it keeps alive."""
+    kind: list[object] = [pending.products]
+    for each in (pending.of_in, pending.of_out):
+        weight = None if each is None else each.weight
+        leaf = None if weight is None else leaf_of(weight)
+        kind.append(None if leaf is None else (leaf is weight, leaf.data_ptr()))
+    return kind
 
 
 def leaf_of(weight: Tensor) -> Tensor | None:

@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
-
-
-def keep_main_grad(parameter: nn.Parameter) -> None:
-    """Makes a parameter accumulate gradients in `main_grad`, float32 of its shape, and leave `grad` None."""
-    parameter.register_post_accumulate_grad_hook(to_main_grad)
 
 
 def has_main_grad(parameter: Tensor) -> bool:
@@ -46,7 +41,8 @@ def main_grad_of(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def to_main_grad(parameter: Tensor) -> None:
-    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and sets `grad` to None."""
+    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and sets `grad` to None. As a hook
+    after accumulation it makes a parameter accumulate gradients in `main_grad`, float32 of its shape."""
     if parameter.grad is not None:
         main_grad_of(parameter).add_(parameter.grad)
         parameter.grad = None
@@ -77,7 +73,7 @@ def grad_in_place(parameter: Tensor) -> Tensor | None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Returns True for a parameter with hooks on its gradient, besides the hook of keep_main_grad()."""
+    """Returns True for a parameter with hooks on its gradient, besides `to_main_grad`."""
     own = int(has_main_grad(parameter))
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own
 

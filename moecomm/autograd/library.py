@@ -183,8 +183,8 @@ def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *ctx.saved_tensors,
         *ctx.plan,
     )
-    grads_of = {2: grad_x_TH if need_x else None, 4: grad_weights_TK if need_weights else None}
-    return tuple(grads_of.get(place) for place in range(7))
+    grad_x_TH = grad_x_TH if need_x else None
+    return None, None, grad_x_TH, None, grad_weights_TK if need_weights else None, None, None
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -198,11 +198,8 @@ def _combine_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     grad_rows_PH, grad_weights_P = torch.ops.moecomm.combine_backward(
         ctx.comm, grads[1], weights_P, rows_PH, blob, *ctx.plan
     )
-    grads_of = {
-        2: grad_rows_PH if ctx.needs_input_grad[2] else None,
-        3: None if rows_PH is None else grad_weights_P,
-    }
-    return tuple(grads_of.get(place) for place in range(7))
+    grad_rows_PH = grad_rows_PH if ctx.needs_input_grad[2] else None
+    return None, None, grad_rows_PH, None if rows_PH is None else grad_weights_P, None, None, None
 
 
 # -- registration ----------------------------------------------------------------------------------------

@@ -330,20 +330,17 @@ class GraphedStep:
         self._put_grads([None] * len(self._parameters))
         try:
             output = _map(lambda tensor: tensor.detach(), self._step_fn(*self._inputs))
+            if any(layer.has_pending_weights for layer in self._own):
+                raise InvalidArgument(
+                    "step_fn leaves gradients of experts' weights put off (OverlapConfig.defer_weights), "
+                    "which replays would not compute: call moecomm.nn.backward_weights(model) within it"
+                )
         except BaseException:
-            for layer in self._own:  # what earlier microbatches have put off is no part of the next run
+            for layer in self._own:  # what microbatches have put off is no part of the next run
                 layer.backward_weights(drop=True)
             raise
         grads = [parameter.grad for parameter in self._parameters]
         self._put_grads([None] * len(self._parameters))
-        late = [layer for layer in self._own if layer.has_pending_weights]
-        for layer in late:
-            layer.backward_weights(drop=True)
-        if late:
-            raise InvalidArgument(
-                "step_fn leaves gradients of experts' weights put off (OverlapConfig.defer_weights), which "
-                "replays would not compute: call moecomm.nn.backward_weights(model) within it"
-            )
         return _Done(output, grads, [(each.last_losses, each.last_tokens_per_expert) for each in self._own])
 
     @contextlib.contextmanager
@@ -369,15 +366,11 @@ class GraphedStep:
     # -- a step ----------------------------------------------------------------------------------------
 
     def _before(self) -> _Before:
-        grads = [each.grad for each in self._parameters]
-        are_own = [
-            grad is not None and own is not None and _address(grad) == _address(own)
-            for grad, own in zip(grads, self._own_grads, strict=True)
-        ]
-        kept = [
-            grad.clone() if grad is not None and is_own else grad
-            for grad, is_own in zip(grads, are_own, strict=True)
-        ]
+        kept, are_own = [], []
+        for parameter, own in zip(self._parameters, self._own_grads, strict=True):
+            grad = parameter.grad
+            are_own.append(grad is not None and own is not None and _address(grad) == _address(own))
+            kept.append(grad.clone() if grad is not None and are_own[-1] else grad)
         on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
 

@@ -249,13 +249,10 @@ def _require(config: Any, name: str, holds: bool, bound: str) -> None:
         raise InvalidArgument(f"{of}.{name} is {getattr(config, name)!r}, must be {bound}")
 
 
-_MAY_DIFFER = ("products",)
-"""Fields that may differ between ranks: they decide how a rank computes, but not its result."""
-
-
 def values_that_agree(config: MoEConfig) -> dict[str, str]:
-    """Returns, as text by field, the values of a config that must be the same on all ranks."""
-    names = (field.name for field in dataclasses.fields(config) if field.name not in _MAY_DIFFER)
+    """Returns, as text by field, the values of a config that must be the same on all ranks: all but
+    `products`, which decides how a rank computes, but not its result."""
+    names = (field.name for field in dataclasses.fields(config) if field.name != "products")
     return {f"MoEConfig.{name}": repr(getattr(config, name)) for name in names}
 
 

@@ -91,8 +91,6 @@ class PassContext(NamedTuple):
     """The object in which the pass stores its measured stages; None: nothing is measured."""
     seen: Callable[[DispatchOutput], None] | None = None
     """A function of a GraphedStep, called with the dispatch's output; or None."""
-    plans: Plans | None = None
-    """The Plans of this layer within a checkpoint with `keep_plans`; else None."""
     gradient_scale: float = 1.0
     """Factor of the gradients of the experts' weights and biases, unless they are deferred."""
 
@@ -432,13 +430,14 @@ def _shared_backward(
 
 # If torch.compile gives up on a forward, it compiles the functions called there, but must not compile this.
 @_disable_dynamo
-def run_experts(context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
+def run_experts(
+    context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights, plans: Plans | None
+) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 
-    x_TH: (T, H) in the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
-    Differentiable once in these two and in `weights`.
+    x_TH: (T, H) in the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows); plans:
+    those of the layer within a checkpoint with `keep_plans`. Differentiable once in all others.
     """
-    plans = context.plans
     state = plans.states.pop(0) if plans is not None and plans.again and plans.states else None
     forward = Forward(context, state)
     y_TH = run_forward(forward, x_TH, topk_weights_TK, weights)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecomm.arguments import require_ascending, require_integer, weight_dtype
-from moecomm.autograd.in_place import has_main_grad, keep_main_grad
+from moecomm.autograd.in_place import has_main_grad, to_main_grad
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
@@ -75,9 +75,7 @@ class GroupedExperts(nn.Module):
         w_out: (L, F, H) of the config's dtype.
         b_in: (L, I) of the config's dtype; None without config.bias.
         b_out: (L, H) of the config's dtype; None without config.bias, and if part.number > 0.
-        config: the layer's MoEConfig.
-        num_local_experts: L, experts of this rank.
-        first_expert: global id of the first local expert.
+        config, num_local_experts, first_expert: see above.
         part: the ExpertPart of each of its experts that this rank has; part 0 of 1 is a whole expert.
         products: the Products that compute and differentiate the two grouped products.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
@@ -115,8 +113,7 @@ class GroupedExperts(nn.Module):
         require_integer("num_local_experts", local, 1, every)
         require_integer("first_expert", first_expert, 0, every - local)
         self.config, self.num_local_experts, self.first_expert, self.part = config, local, first_expert, part
-        where = torch.get_default_device() if device is None else torch.device(device)
-        where = products_on or where
+        where = products_on or (torch.get_default_device() if device is None else torch.device(device))
         self.products = make_products(dataclasses.replace(config, ffn_hidden=ffn), where, rows_per_expert)
         inner = ffn * INPUTS[config.activation]
         shapes: dict[str, tuple[int, ...]] = {"w_in": (config.hidden, inner), "w_out": (ffn, config.hidden)}
@@ -208,7 +205,7 @@ class GroupedExperts(nn.Module):
             trained = parameter.requires_grad and parameter.is_leaf  # no leaf: computed from parameters
             collects = self.config.main_grad and trained and name in _IN_MAIN_GRAD
             if collects and not has_main_grad(parameter):
-                keep_main_grad(parameter)
+                parameter.register_post_accumulate_grad_hook(to_main_grad)
 
     def is_per_expert(self, name: str, parameter: Tensor) -> bool | None:
         """Returns whether the parameter of this name has a part for each of this rank's experts. None:

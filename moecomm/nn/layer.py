@@ -127,12 +127,7 @@ class MoELayer(nn.Module):
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
             )
         try:
-            if folding is not None:
-                expert_ranks.require_communicator(config, folding, comm)
-            for name in ("num_experts", "hidden", "top_k", "dtype"):
-                ours, theirs = getattr(config, name), getattr(comm, name)
-                if ours != theirs and (folding is None or name == "dtype"):
-                    raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
+            expert_ranks.require_communicator(config, folding, comm)
             if config.limit_nodes is None and nodes is not None:
                 raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
             self._part_ids = None if folding is None else expert_ranks.ids_of_parts(config, folding, comm)
@@ -209,7 +204,8 @@ class MoELayer(nn.Module):
     def comm(self, comm: Communicator) -> None:
         if not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm is a {type(comm).__name__}, must be a Communicator")
-        for name in _MADE_FOR:
+        sizes = ("num_experts", "hidden", "top_k", "dtype", "max_tokens")
+        for name in ("size", "rank", "nodes", "device", *sizes):
             new, old = getattr(comm, name), getattr(self._comm, name)
             if new != old:
                 raise InvalidArgument(
@@ -434,11 +430,10 @@ class MoELayer(nn.Module):
             deferred=self._deferred if overlap.defer_weights else None,
             recorded=self._recorded if overlap.record else None,
             seen=self._dispatch_seen,
-            plans=self._plans,
         )
 
         def run(x_TH: Tensor) -> Tensor:
-            return run_experts(context, x_TH, topk_weights_TK, self._weights())
+            return run_experts(context, x_TH, topk_weights_TK, self._weights(), self._plans)
 
         # Calls shared and experts as modules, so that hooks that prepare weights run.
         if shared is None:
@@ -503,10 +498,6 @@ class MoELayer(nn.Module):
         return attach_loss(
             to, total, self._loss_scale_on_device, (lambda: router.record_load(load_E)) if records else None
         )
-
-
-_MADE_FOR = ("size", "rank", "nodes", "device", "num_experts", "hidden", "top_k", "dtype", "max_tokens")
-"""The attributes in which a layer's communicator and its replacement must agree."""
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:

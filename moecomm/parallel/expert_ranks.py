@@ -92,21 +92,23 @@ def require_fit(config: Any, folding: Any) -> None:
         )
 
 
-def require_communicator(config: Any, folding: ParallelFolding, comm: Communicator) -> None:
-    """Raises InvalidArgument if the communicator's ranks or sizes are not those of the layer."""
-    ranks = (0,) if comm.group is None else tuple(dist.get_process_group_ranks(comm.group))
-    own = folding.group_of(LAYER, dist.get_rank() if dist.is_initialized() else 0)
+def require_communicator(config: Any, folding: ParallelFolding | None, comm: Communicator) -> None:
+    """Raises InvalidArgument if the communicator's ranks, sizes or dtype are not those of the layer."""
     way = "build it with MoELayer.make_communicator(config, folding, max_tokens=...)"
-    if ranks != own:
-        raise InvalidArgument(
-            f"comm has ranks {ranks}, must have {own}, those of folding.group({LAYER!r}): {way}"
-        )
-    for name, wanted in _sizes(config, folding.etp).items():
-        if getattr(comm, name) != wanted:
+    if folding is not None:
+        ranks = (0,) if comm.group is None else tuple(dist.get_process_group_ranks(comm.group))
+        own = folding.group_of(LAYER, dist.get_rank() if dist.is_initialized() else 0)
+        if ranks != own:
             raise InvalidArgument(
-                f"comm.{name} is {getattr(comm, name)}, must be {wanted}, for experts in etp={folding.etp} "
-                f"parts: {way}"
+                f"comm has ranks {ranks}, must have {own}, those of folding.group({LAYER!r}): {way}"
             )
+    sizes = _sizes(config, 1 if folding is None else folding.etp)
+    for name, wanted in (sizes | {"dtype": config.dtype}).items():
+        if (found := getattr(comm, name)) != wanted:
+            bound = f"the config's {name}={wanted}"
+            if folding is not None:
+                bound = f"{wanted}, for experts in etp={folding.etp} parts: {way}"
+            raise InvalidArgument(f"comm.{name} is {found}, must be {bound}")
 
 
 def _sizes(config: Any, etp: int) -> dict[str, Any]:

@@ -86,18 +86,13 @@ def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTen
         if isinstance(parameter, DTensor):
             yield name, parameter, parameter
     paths = {module: f"{path}." if path else "" for path, module in experts.named_modules()}
-    for each in _fsdp_params():
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    for each in (each for state in states for group in _groups(state) for each in group.fsdp_params):
         info = each._module_info
         modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
         for module, name in zip(modules, names, strict=True):
             if module in paths:
                 yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
-
-
-def _fsdp_params() -> list[Any]:
-    """Returns what all FSDP states know of their parameters."""
-    states = [reference() for reference in list(_module_state_mapping.values())]
-    return [each for state in states for group in _groups(state) for each in group.fsdp_params]
 
 
 def _groups(state: Any) -> list[Any]:

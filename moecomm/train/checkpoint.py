@@ -24,7 +24,6 @@ from moecomm.parallel.records import grouped_in
 from moecomm.train.gradients import ep_group_of
 from moecomm.train.model_parts import ModelParts
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
-from moecomm.train.replicas import replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
 
 Place = DeviceMesh | Callable[[Tensor], Tensor]
@@ -244,7 +243,7 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
         key = (None if owner is None else owner.comm, over)
         if key not in meshes:
             if owner is not None and over is not None:
-                meshes[key] = replicas_of_shards(owner.experts).mesh(owner.comm, kind)
+                meshes[key] = owner.experts.moecomm_replicas.mesh(owner.comm, kind)
             else:
                 group = ep_group_of(owner, ep_group)
                 assert group is not None

@@ -12,6 +12,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -154,7 +155,7 @@ def fully_shard_experts(
     else:
         for layer in whole:
             if (weight := layer.router._parameters.get("weight")) is not None:
-                layer.router.register_forward_pre_hook(_Unrounded(weight.dtype))
+                layer.router.register_forward_pre_hook(partial(_refuse_rounded, weight.dtype))
     for layer in parts.layers:
         experts, comm = layer.experts, layer.comm
         held = replicas[comm].ranks
@@ -182,18 +183,13 @@ _ROUTERS = 8 if hasattr(FSDPState, "_force_complete_incomplete_states") else 1
 out some of a unit's modules, older versions of torch would use their stale weights in the next one."""
 
 
-class _Unrounded:
+def _refuse_rounded(dtype: torch.dtype, router: nn.Module, inputs: Any) -> None:
     """A hook of a router within an outer FSDP unit, in whose forward the weight must have its own dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, router: nn.Module, inputs: Any) -> None:
-        if (found := router.weight.dtype) is not self.dtype:
-            raise InvalidArgument(
-                f"the router's weight is {found} in its forward, must be {self.dtype}: the mp_policy of "
-                "fully_shard has rounded it. Leave out routers=False, or the policy's param_dtype"
-            )
+    if (found := router.weight.dtype) is not dtype:
+        raise InvalidArgument(
+            f"the router's weight is {found} in its forward, must be {dtype}: the mp_policy of fully_shard "
+            "has rounded it. Leave out routers=False, or the policy's param_dtype"
+        )
 
 
 def _has_dtensors(module: nn.Module) -> bool:

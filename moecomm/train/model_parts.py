@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,14 @@ class ModelParts:
         modules: all modules, each once, with its first name.
         layers: the MoELayers among them.
         named: all parameters by name, each once, as `model.named_parameters()` yields them.
+        shares_of: `moecomm.parallel.spread.shares_of`, which is computed once for each layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
         self.modules: dict[nn.Module, str] = {}
         self.named: dict[str, nn.Parameter] = {}
-        self._shares: dict[MoELayer, Shares] = {}
+        self.shares_of: Callable[[MoELayer], Shares] = functools.cache(shares_of)
         seen: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():  # marks the experts' parameters
             if isinstance(module, FSDPModule):
@@ -65,12 +67,6 @@ class ModelParts:
     def trained(self) -> list[nn.Parameter]:
         """The parameters that are not frozen."""
         return [parameter for parameter in self.named.values() if parameter.requires_grad]
-
-    def shares_of(self, layer: MoELayer) -> Shares:
-        """Returns `moecomm.parallel.spread.shares_of(layer)`."""
-        if layer not in self._shares:
-            self._shares[layer] = shares_of(layer)
-        return self._shares[layer]
 
     @functools.cached_property
     def owners(self) -> dict[nn.Parameter, MoELayer | None]:

@@ -16,10 +16,6 @@ from moecomm.train.model_parts import local, zero_gradient
 
 _NUMBERS = (numbers.Number, str, type(None))
 """The types, besides tensors, that an optimizer's state may have."""
-_TRIALS = 3
-"""The number of trial steps after which a number is known to count up, or to stay."""
-_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-"""The kinds *args and **kwargs of a function's parameters, which need no value."""
 _KNOWN: dict[str, float | None] = {"eta": None, "mu": 1.0, "step_size": None, "mu_product": 1.0}
 """Keys of torch's ASGD, Rprop and NAdam whose initial values are not zero, with these values. None stands for
 the learning rate."""
@@ -103,7 +99,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> Non
     added: list[dict[str, Any]] = []
     try:
         trials = [_try_step(optimizer, step, missing, parameters, settings)]
-        while any(trials[0]) and len(trials) < _TRIALS:
+        while any(trials[0]) and len(trials) < 3:  # as many tell whether a number counts up, or stays
             trials.append(_try_step(optimizer, step, missing, parameters, settings))
         require_savable(optimizer, named)
         seen = list(zip(*trials, strict=True))  # first those of the groups, then those of the parameters
@@ -134,7 +130,8 @@ def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
     _, *others = inspect.signature(step).parameters.values()
-    if any(each.default is each.empty and each.kind not in _ANY_NUMBER for each in others):
+    required = [each for each in others if each.default is each.empty]
+    if any(each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in required):
         raise InvalidArgument(
             f"the optimizer is a {type(optimizer).__name__}, whose step needs a closure: what its state is "
             "before the first step cannot be told. Use another optimizer, AdamW for example"

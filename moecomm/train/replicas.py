@@ -195,18 +195,11 @@ def find_replicas(layers: Sequence[MoELayer], group: Group | None) -> dict[Commu
 
 def shard_over(experts: nn.Module, replicas: Replicas) -> None:
     """Stores, as attributes of a layer's `experts` and of a GroupedExperts within, the replicas over which
-    `fully_shard_experts` is about to shard them."""
+    `fully_shard_experts` is about to shard them. The layer may get a new communicator afterwards."""
     experts.moecomm_replicas = replicas  # type: ignore[assignment]
     grouped, _ = grouped_in(experts)
     for each in {experts, grouped or experts}:
         each.sharded_over = frozenset(replicas.ranks)
-
-
-def replicas_of_shards(experts: nn.Module) -> Replicas:
-    """Returns the Replicas that `shard_over` has stored, even if the layer has a new communicator by now."""
-    found: Any = experts.moecomm_replicas
-    assert isinstance(found, Replicas)
-    return found
 
 
 _known: weakref.WeakKeyDictionary[Communicator, dict[Ranks, Replicas]] = weakref.WeakKeyDictionary()

@@ -39,7 +39,7 @@ class Resumable:
     no optimizer state, or if parameter groups with several learning rates have changed.
     """
 
-    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
+    def __init__(self: Any, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         asked = None if args is None else args.save_only_model
         if getattr(model, "is_distributed_loading_by_transformers", False) and asked is False:
             args.save_only_model = True  # the constructor requires it
@@ -48,40 +48,37 @@ class Resumable:
         finally:
             if asked is not None:
                 args.save_only_model = asked
-        trainer: Any = self
         if asked is not None:
-            trainer.args.save_only_model = asked  # a Trainer may replace its arguments
-        spread, known = trainer.is_distributed_loading_by_transformers, trainer.args.world_size
+            self.args.save_only_model = asked  # a Trainer may replace its arguments
+        spread, known = self.is_distributed_loading_by_transformers, self.args.world_size
         if spread and known < dist.get_world_size():
             raise InvalidArgument(
                 f"args: the Trainer knows of {known} of {dist.get_world_size()} ranks, and each would train "
                 "on all batches: without a GPU, TrainingArguments need use_cpu=True"
             )
-        if spread and trainer.args.load_best_model_at_end and not hasattr(trainer.model, "peft_config"):
+        if spread and self.args.load_best_model_at_end and not hasattr(self.model, "peft_config"):
             raise InvalidArgument(
                 "args: load_best_model_at_end is True, and transformers cannot load weights into a model "
                 "that is spread over ranks: name metric_for_best_model instead, and load the model from "
                 "state.best_model_checkpoint"
             )
 
-    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+    def create_optimizer(self: Any, *arguments: Any, **options: Any) -> Any:
         optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
         # torch.distributed.checkpoint cannot load groups without parameters. Only adapters make such groups.
         optimizer.param_groups[:] = [each for each in optimizer.param_groups if each["params"]]
         return optimizer
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        trainer: Any = self
-        if not trainer.is_distributed_loading_by_transformers:
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        if not self.is_distributed_loading_by_transformers:
             return super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        save_optimizer_distributed(trainer.model, _plain(trainer.optimizer), f"{output_dir}/{OPTIMIZER}")
-        if trainer.args.should_save:
-            torch.save(trainer.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER}")
+        save_optimizer_distributed(self.model, _plain(self.optimizer), f"{output_dir}/{OPTIMIZER}")
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER}")
         return None
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        trainer: Any = self
-        if not trainer.is_distributed_loading_by_transformers:
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.is_distributed_loading_by_transformers:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         folder = Path(resume_from_checkpoint)
         if not (folder / OPTIMIZER).is_dir() or not (folder / SCHEDULER).is_file():
@@ -89,9 +86,9 @@ class Resumable:
                 f"resume_from_checkpoint is {folder}, which has no {OPTIMIZER} and {SCHEDULER}: it "
                 "must be a checkpoint that this Trainer saved with save_only_model=False"
             )
-        if hasattr(trainer.model, "peft_config"):
+        if hasattr(self.model, "peft_config"):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        loaded_from = trainer.model.config.name_or_path
+        loaded_from = self.model.config.name_or_path
         if not os.path.isdir(loaded_from) or not os.path.samefile(loaded_from, folder):
             raise InvalidArgument(
                 f"resume_from_checkpoint is {folder}, the model was loaded from {loaded_from}: load it "
@@ -99,13 +96,12 @@ class Resumable:
             )
         return None
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        trainer: Any = self
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None or not os.path.isdir(f"{checkpoint}/{OPTIMIZER}"):
             return super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        load_optimizer_distributed(trainer.model, _plain(trainer.optimizer), f"{checkpoint}/{OPTIMIZER}")
+        load_optimizer_distributed(self.model, _plain(self.optimizer), f"{checkpoint}/{OPTIMIZER}")
         state = torch.load(f"{checkpoint}/{SCHEDULER}", weights_only=True)
-        trainer.lr_scheduler.load_state_dict(_for_groups(state, len(trainer.optimizer.param_groups)))
+        self.lr_scheduler.load_state_dict(_for_groups(state, len(self.optimizer.param_groups)))
         return None
 
 
