@@ -151,7 +151,7 @@ def training_batch(
 ) -> Tensor:
     """Draws a step's windows, (B, S+1) int64: inputs [:, :-1], targets [:, 1:]. `part`: this rank's slice."""
     starts_B = np.random.default_rng((seed, step)).integers(0, len(tokens_N) - seq, size=batch)
-    return _windows(tokens_N, starts_B[part], seq)
+    return windows(tokens_N, starts_B[part], seq)
 
 
 def inputs_and_targets(windows_BS: Tensor, places_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -169,11 +169,8 @@ def validation_windows(tokens_N: np.ndarray, *, count: int, seq: int) -> np.ndar
     return np.linspace(0, available - 1, num=min(count, available)).astype(np.int64) * seq
 
 
-def validation_batch(tokens_N: np.ndarray, starts_B: np.ndarray, *, seq: int) -> Tensor:
-    return _windows(tokens_N, starts_B, seq)
-
-
-def _windows(tokens_N: np.ndarray, starts_B: np.ndarray, seq: int) -> Tensor:
+def windows(tokens_N: np.ndarray, starts_B: np.ndarray, seq: int) -> Tensor:
+    """Returns windows of text, (B, S + 1) int64."""
     places_BS = starts_B[:, None] + np.arange(seq + 1)
     return torch.from_numpy(tokens_N[places_BS].astype(np.int64))
 

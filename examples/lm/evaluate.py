@@ -41,7 +41,7 @@ def validation_loss(
     for begin in range(0, len(starts_B), batch * ranks.folding.dp):
         mine_B = starts_B[begin + first :][:batch]
         brought_B = mine_B if len(mine_B) else starts_B[:1]
-        tokens_BS = data.validation_batch(tokens_N, brought_B, seq=seq).to(ranks.device)
+        tokens_BS = data.windows(tokens_N, brought_B, seq).to(ranks.device)
         inputs_BS, targets_BS = data.inputs_and_targets(tokens_BS, places_S)
         loss = precision.compute(model, dtype, inputs_BS, targets_BS)
         if len(mine_B):
