@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,35 +48,30 @@ class Pending:
     of_out: Operands | None
 
 
-@dataclass
-class Deferred:
-    """Weight gradients that have yet to be computed, oldest first."""
-
-    pending: list[Pending] = field(default_factory=list)
-
-    def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
-        """Computes all pending gradients and adds them to the parameters' `grad`, or `main_grad`. Raises
-        InvalidArgument where parameters have hooks, which would not run, or are sharded."""
-        for parameter in (w_in, w_out) if self.pending else ():
-            if has_hooks(parameter) or isinstance(parameter, DTensor):
-                raise InvalidArgument(
-                    "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
-                    "fully_shard, or with hooks, which would not see the gradients: set it to False"
-                )
-        experts = w_in.shape[0]
-        with torch.no_grad(), torch.autocast(w_in.device.type, enabled=False):
-            while self.pending:
-                together = _alike(self.pending, experts)
-                del self.pending[: len(together)]
-                products, groups, places = together[0].products, together[0].groups, None
-                if len(together) > 1:
-                    ends = [each.groups[-experts:] for each in together]
-                    joined = join_groups(ends, [each.count for each in together])
-                    groups, places = products.groups(joined.ends_L), joined.places
-                for name in ("of_out", "of_in"):
-                    operands = _take(together, name)
-                    if operands:
-                        _add(products, groups, _join(operands, places))
+def run_pending(pending: list[Pending], w_in: nn.Parameter, w_out: nn.Parameter) -> None:
+    """Computes all pending gradients, oldest first, adds them to the parameters' `grad`, or `main_grad`,
+    and empties the list. Raises InvalidArgument where parameters have hooks, which would not run, or are
+    sharded."""
+    for parameter in (w_in, w_out) if pending else ():
+        if has_hooks(parameter) or isinstance(parameter, DTensor):
+            raise InvalidArgument(
+                "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
+                "fully_shard, or with hooks, which would not see the gradients: set it to False"
+            )
+    experts = w_in.shape[0]
+    with torch.no_grad(), torch.autocast(w_in.device.type, enabled=False):
+        while pending:
+            together = _alike(pending, experts)
+            del pending[: len(together)]
+            products, groups, places = together[0].products, together[0].groups, None
+            if len(together) > 1:
+                ends = [each.groups[-experts:] for each in together]
+                joined = join_groups(ends, [each.count for each in together])
+                groups, places = products.groups(joined.ends_L), joined.places
+            for name in ("of_out", "of_in"):
+                operands = _take(together, name)
+                if operands:
+                    _add(products, groups, _join(operands, places))
 
 
 def _take(together: Sequence[Pending], name: str) -> list[Operands]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from moecomm.autograd.deferred import Deferred, Operands, Pending
+from moecomm.autograd.deferred import Operands, Pending
 from moecomm.autograd.in_place import gradient_to_add_to, is_wanted, parameter_of
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
@@ -85,7 +85,7 @@ class PassContext(NamedTuple):
     waits_on_host: bool = False
     """True: if a pass has used the communicator's stream, and no graph is being captured, the host waits for
     the device afterwards. So memory that both streams used is free again at once."""
-    deferred: Deferred | None = None
+    deferred: list[Pending] | None = None
     """The list of deferred weight gradients to which the backward adds; None: it computes them at once."""
     recorded: RecordedStages | None = None
     """The object in which the pass stores its measured stages; None: nothing is measured."""
@@ -352,7 +352,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         if z_PF is not None and is_wanted(ctx, W_OUT):
             of_out = Operands(parameter_of(ctx, W_OUT, w_out), z_PF, grad_rows_PH)
         if of_in is not None or of_out is not None:
-            context.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
+            context.deferred.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
             grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out, scale=scale)

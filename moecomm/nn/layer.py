@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.arguments import require_module, require_number, require_tensor, require_values, waited
 from moecomm.autograd.attached_loss import attach_loss
-from moecomm.autograd.deferred import Deferred
+from moecomm.autograd.deferred import Pending, run_pending
 from moecomm.backends.base import MOST_CALLERS, caller_of
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
@@ -169,7 +169,8 @@ class MoELayer(nn.Module):
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         prepare_layer(comm.device, config.dtype)
         self._waits_on_host = False
-        self._deferred, self._recorded = Deferred(), RecordedStages()
+        self._deferred: list[Pending] = []
+        self._recorded = RecordedStages()
         self._unsynchronized = False
         """True from a backward until `sync_gradients` or `mark_synchronized` is called."""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
@@ -395,13 +396,13 @@ class MoELayer(nn.Module):
         if self._own_experts:
             return
         if drop:
-            self._deferred.pending.clear()
-        self._deferred.run(self.experts.w_in, self.experts.w_out)
+            self._deferred.clear()
+        run_pending(self._deferred, self.experts.w_in, self.experts.w_out)
 
     @property
     def has_pending_weights(self) -> bool:
         """True while `backward_weights` has gradients to compute."""
-        return bool(self._deferred.pending)
+        return bool(self._deferred)
 
     def timelines(self) -> dict[str, Timeline]:
         """Returns when the stages of the last recorded "forward" and "backward" ran (`OverlapConfig.record`).
@@ -478,7 +479,7 @@ class MoELayer(nn.Module):
         shares the communicator."""
         for shared in (self.comm, self._dispatch_seen):
             memo[id(shared)] = shared
-        memo[id(self._deferred)], memo[id(self._recorded)] = Deferred(), RecordedStages()
+        memo[id(self._deferred)], memo[id(self._recorded)] = [], RecordedStages()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -33,25 +33,20 @@ class Shares(NamedTuple):
 
 def shares_of(layer: Any) -> Shares:
     """Returns the parameters of a layer's experts: those of this rank's experts alone, and the others."""
-    shares = Shares({}, {})
+    (experts, prefix), shares = grouped_in(layer.experts), Shares({}, {})
     for name, parameter in layer.experts.named_parameters():
-        shares[0 if _is_spread(layer, name, parameter) else 1][name] = parameter
+        of_each: bool | None = True
+        if experts is not None and not is_expert_parameter(parameter):
+            of_each = experts.is_per_expert(name.removeprefix(prefix), parameter)
+        if of_each is None and layer.comm.size > 1:
+            raise InvalidArgument(
+                f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is the "
+                f"{experts.num_local_experts} experts of this rank, and could be a part for each of them or "
+                "one for the experts of all ranks: say it, moecomm.nn.mark_adapter(module, per_expert=...) "
+                "with the module that has it"
+            )
+        shares[0 if of_each else 1][name] = parameter
     return shares
-
-
-def _is_spread(layer: Any, name: str, parameter: nn.Parameter) -> bool:
-    experts, prefix = grouped_in(layer.experts)
-    if experts is None or is_expert_parameter(parameter):
-        return True
-    of_each: bool | None = experts.is_per_expert(name.removeprefix(prefix), parameter)
-    if of_each is None and layer.comm.size > 1:
-        raise InvalidArgument(
-            f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is the "
-            f"{experts.num_local_experts} experts of this rank, and could be a part for each of them or one "
-            "for the experts of all ranks: say it, moecomm.nn.mark_adapter(module, per_expert=...) with the "
-            "module that has it"
-        )
-    return bool(of_each)
 
 
 # -- the check before an optimizer's step ------------------------------------------------------------------
