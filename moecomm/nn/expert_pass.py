@@ -43,7 +43,7 @@ from moecomm.nn.config import Keep
 from moecomm.nn.experts import shared_gates
 from moecomm.nn.router import Choices
 from moecomm.overlap import SideStream, Stages
-from moecomm.overlap.stages import COMM, RecordedStages
+from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle
 
 
@@ -87,8 +87,8 @@ class PassContext(NamedTuple):
     the device afterwards. So memory that both streams used is free again at once."""
     deferred: list[Pending] | None = None
     """The list of deferred weight gradients to which the backward adds; None: it computes them at once."""
-    recorded: RecordedStages | None = None
-    """The object in which the pass stores its measured stages; None: nothing is measured."""
+    recorded: dict[str, Stages] | None = None
+    """Where the pass stores its measured stages, as "forward" or "backward"; None: nothing is measured."""
     seen: Callable[[DispatchOutput], None] | None = None
     """A function of a GraphedStep, called with the dispatch's output; or None."""
     gradient_scale: float = 1.0
@@ -206,7 +206,7 @@ class Forward:
         if shared_TH is not None:
             y_TH.add_(shared_TH)
         if context.recorded is not None:
-            context.recorded.forward = stages
+            context.recorded["forward"] = stages
         context.wait_on_host(side)
         return y_TH
 
@@ -373,7 +373,7 @@ def _backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     if grad_x_TH is not None and grad_shared_x_TH is not None:
         grad_x_TH.add_(grad_shared_x_TH)
     if context.recorded is not None:
-        context.recorded.backward = stages
+        context.recorded["backward"] = stages
     context.wait_on_host(side)
     return (
         None,

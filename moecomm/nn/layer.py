@@ -27,8 +27,7 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts, adopt_experts, com
 from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
 from moecomm.nn.losses import balance_ranks
 from moecomm.nn.router import Choices, Routing, TopKRouter, flat, received_rows_bound
-from moecomm.overlap import Timeline
-from moecomm.overlap.stages import RecordedStages
+from moecomm.overlap import Stages, Timeline
 from moecomm.parallel import ParallelFolding, expert_ranks
 from moecomm.parallel.records import keep_record
 from moecomm.parallel.spread import built_layers
@@ -170,7 +169,7 @@ class MoELayer(nn.Module):
         prepare_layer(comm.device, config.dtype)
         self._waits_on_host = False
         self._deferred: list[Pending] = []
-        self._recorded = RecordedStages()
+        self._recorded: dict[str, Stages] = {}
         self._unsynchronized = False
         """True from a backward until `sync_gradients` or `mark_synchronized` is called."""
         self._drift: Any = None  # the Drift of a layer under DistributedDataParallel
@@ -407,7 +406,7 @@ class MoELayer(nn.Module):
     def timelines(self) -> dict[str, Timeline]:
         """Returns when the stages of the last recorded "forward" and "backward" ran (`OverlapConfig.record`).
         Waits for the stages to end."""
-        return self._recorded.timelines()
+        return {name: stages.timeline() for name, stages in self._recorded.items()}
 
     def _weights(self) -> Weights:
         """Returns the current weights of the experts and the shared experts."""
@@ -479,7 +478,7 @@ class MoELayer(nn.Module):
         shares the communicator."""
         for shared in (self.comm, self._dispatch_seen):
             memo[id(shared)] = shared
-        memo[id(self._deferred)], memo[id(self._recorded)] = [], RecordedStages()
+        memo[id(self._deferred)], memo[id(self._recorded)] = [], {}
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +13,6 @@ from moecomm.errors import InvalidArgument
 
 COMPUTE, COMM = "compute", "comm"
 """Names of a timeline's streams: the caller's, and the communicator's."""
-
-
-class _Times(NamedTuple):
-    """A stage that was issued, with two events of a GPU or two times of the host's clock."""
-
-    name: str
-    stream: str
-    communicates: bool
-    begin: Any
-    end: Any
 
 
 class Stages:
@@ -42,7 +31,7 @@ class Stages:
     def __init__(self, device: torch.device, *, record: bool) -> None:
         self._gpu = CudaDevice(device.index) if device.type == "cuda" else None
         self._record = record
-        self._times: list[_Times] = []
+        self._times: list[Any] = []  # Spans, with events of a GPU or times of the host's clock
         if record and self._gpu is not None and self._gpu.capturing():
             raise InvalidArgument("record is True within a CUDA graph capture, must be False")
 
@@ -64,7 +53,7 @@ class Stages:
         # On another stream a stage that was issued later may begin before the stage that was issued first.
         first = min((begin for begin, _ in ran), default=0.0)
         spans = [
-            Span(each.name, each.stream, begin - first, end - first, each.communicates)
+            each._replace(begin=begin - first, end=end - first)
             for each, (begin, end) in zip(self._times, ran, strict=True)
         ]
         return Timeline(spans, streams=(COMPUTE, COMM))
@@ -94,7 +83,7 @@ class _Stage:
     def __exit__(self, *error: Any) -> None:
         stages = self._stages
         if stages._record:
-            times = _Times(self._name, self._stream, self._communicates, self._begin, stages._now())
+            times = Span(self._name, self._stream, self._begin, stages._now(), self._communicates)
             stages._times.append(times)
         if self._range is not None:
             self._range.__exit__(*error)
@@ -152,19 +141,6 @@ class Timeline:
     def exposed_share(self) -> float:
         """The fraction exposed_seconds / seconds; 0 for an empty timeline."""
         return self.exposed_seconds / self.seconds if self.seconds > 0 else 0.0
-
-
-@dataclass
-class RecordedStages:
-    """The recorded stages of the last forward and backward."""
-
-    forward: Stages | None = None
-    backward: Stages | None = None
-
-    def timelines(self) -> dict[str, Timeline]:
-        """Returns the timelines by the names "forward" and "backward". Waits until all stages have ended."""
-        runs = {"forward": self.forward, "backward": self.backward}
-        return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:

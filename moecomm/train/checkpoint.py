@@ -149,7 +149,10 @@ def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
     and the names of its values that come from experts spread over ranks and are no parameters."""
     records: list[Any] = []
     foreign: list[tuple[str, Any]] = []
-    spread = _spread_modules(model)
+    spread: set[nn.Module] = set()
+    if dist.is_initialized():
+        spread |= {layer.experts for layer in layers_of(model) if layer.comm.size > 1}
+        spread |= {each for each in model.modules() if isinstance(each, GroupedExperts) and not each.has_all}
 
     def note(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         if isinstance(module, GroupedExperts):
@@ -174,15 +177,6 @@ def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
     state = {name: value for name, value in state.items() if id(value) not in left_out}
     kept = {id(value) for value in state.values()}
     return state, [name for name, value in foreign if id(value) in kept]
-
-
-def _spread_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules of experts that are spread over ranks."""
-    if not dist.is_initialized():
-        return set()
-    modules = [layer.experts for layer in layers_of(model) if layer.comm.size > 1]
-    parts = [each for each in model.modules() if isinstance(each, GroupedExperts) and not each.has_all]
-    return {*modules, *parts}
 
 
 def _place_of_state(
