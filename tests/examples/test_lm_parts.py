@@ -283,25 +283,6 @@ def test_logits_start_with_variance_one(preset: str, tmp_path: Path, seed: int) 
         assert named[name].square().sum(1).mean().item() == pytest.approx(1.0, rel=0.2), name
 
 
-def test_model_sees_only_the_past(seed: int) -> None:
-    torch.manual_seed(seed)
-    model = small_model()
-    tokens_BS = torch.randint(11, (3, 12))
-    changed_BS = tokens_BS.clone()
-    changed_BS[:, 7] = (changed_BS[:, 7] + 1) % 11
-    before, after = model(tokens_BS), model(changed_BS)
-    assert before.shape == (3, 12, 11)
-    torch.testing.assert_close(before[:, :7], after[:, :7])
-    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-6
-
-
-def test_model_knows_the_order_of_the_past(seed: int) -> None:
-    torch.manual_seed(seed)
-    model = small_model()
-    forward, backward = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 2, 1, 4]])
-    assert (model(forward)[0, -1] - model(backward)[0, -1]).abs().max() > 1e-6
-
-
 @pytest.mark.parametrize("preset", presets.PRESETS)
 def test_presets_give_what_no_flag_says(preset: str, tmp_path: Path) -> None:
     chosen = options.parse(["--preset", preset, "--ffn", "48", "--out", str(tmp_path)])
@@ -533,17 +514,3 @@ def test_a_second_signal_right_after_the_first_is_the_same_request(
     now[0] += 0.1
     signal.raise_signal(signal.SIGTERM)
     assert killed == [signal.SIGTERM]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--layers", "1.5"], "argument --layers: '1.5' is not a whole number"),
-        (["--seed", "x"], "argument --seed: 'x' is not a whole number"),
-        (["--lr", "fast"], "argument --lr: 'fast' is not a number"),
-    ],
-)
-def test_no_number(given: list[str], said: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        options.parse(given)
-    assert str(raised.value) == said

@@ -235,34 +235,6 @@ def test_mapping_trains_as_one_process_does(world: int, model: str, mapping: str
     require_same(run(world, f"{model} {mapping}".strip()), alone, f"{model} {mapping}")
 
 
-SAME_BITS = {
-    "attention by heads": ("", ("norms", "attention,fc1", "moe", "all", "norms,dispatch")),
-    "latent attention, a shared expert": (SHARING, ("mla-up,shared,norms", "shared,moe", "mla-up")),
-    "two stages": (f"{STAGED} --pp 2 --microbatches 2", ("norms,moe", "all")),
-}
-
-
-@if_all
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", SAME_BITS)
-def test_what_is_computed_again_has_the_same_bits(kind: str, dtype: str, run: Run) -> None:
-    """On two ranks, in float32 and under autocast."""
-    model, choices = SAME_BITS[kind]
-    plain = run(2, f"{model} --dtype {dtype}")
-    for chosen in choices:
-        assert run(2, f"{model} --dtype {dtype} --recompute {chosen}") == plain, chosen
-
-
-@if_all
-def test_a_run_goes_on_under_another_mapping(run: Run, tmp_path: Path) -> None:
-    """Half of the steps with attention and experts split, the others with windows split in their place."""
-    require_same(run(WORLD, f"--tp 2 --ep 4 --etp 2 --save-every {HALF}", tmp_path), run(1, ""), "before")
-    shutil.rmtree(tmp_path / "checkpoints" / LAST)
-    require_same(run(WORLD, "--cp 2 --ep 4 --resume", tmp_path), run(1, ""), "resumed")
-    shutil.rmtree(tmp_path / "checkpoints" / LAST)
-    require_same(run(WORLD, "--tp 4 --ep 8 --resume", tmp_path), run(1, ""), "resumed again")
-
-
 @pytest.mark.parametrize("mapping", ["--ep 2", pytest.param("--pp 2 --schedule dualpipev", marks=if_all)])
 def test_a_run_goes_on_with_other_stages(mapping: str, run: Run, tmp_path: Path) -> None:
     """Half of the steps in two stages, the others in none or in four."""
@@ -299,20 +271,6 @@ def test_a_run_goes_on_with_and_without_shards(run: Run, tmp_path: Path) -> None
     for flags in (f"--fsdp --ep 1 --save-every {QUARTER}", "--ep 2"):
         shutil.rmtree(tmp_path / "checkpoints" / LAST)
         require_same(run(2, f"{flags} --resume", tmp_path), alone, f"resumed {flags}")
-
-
-@if_all
-@pytest.mark.parametrize("kind", ["", *KINDS])
-def test_a_run_goes_on_with_shards_of_another_mapping(kind: str, run: Run, tmp_path: Path) -> None:
-    """Each time from the checkpoint in the middle that the run before it has written."""
-    model = f"{KINDS.get(kind, '')} --save-every {HALF}"
-    alone = run(1, KINDS.get(kind, ""))
-    require_same(run(WORLD, f"{model} --fsdp --tp 2 --cp 2 --ep 2 --etp 2", tmp_path), alone, "before")
-    for flags in ("--cp 2 --ep 4 --resume", "--ep 2 --etp 2", "--fsdp --tp 2 --ep 1 --resume"):
-        shutil.rmtree(tmp_path / "checkpoints" / (LAST if "resume" in flags else f"step-{HALF:08d}"))
-        if "resume" not in flags:  # a new run, without shards, for the one after it
-            shutil.rmtree(tmp_path)
-        require_same(run(WORLD, f"{model} {flags}", tmp_path), alone, flags)
 
 
 def test_bfloat16_weights_and_moments(run: Run, tmp_path: Path) -> None:

@@ -118,11 +118,6 @@ def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> No
     assert RESULT.fullmatch(done.last_line)
 
 
-def test_resume_on_other_ranks(base_run: BaseRun, half_run: Path) -> None:
-    train("--resume", "--out", half_run, "--ep", "1", ranks=1)
-    assert losses(half_run) == pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
-
-
 def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRun, tmp_path: Path) -> None:
     """Training in bfloat16 keeps float32 weights and optimizer, so its checkpoint can go on in float32."""
     assert ", bfloat16" in bfloat16_run.finished.out

@@ -15,7 +15,6 @@ from tests.multirank.test_deep_ep import (  # noqa: F401
     test_a_dispatch_and_its_combine,
     test_bad_calls,
     test_elastic_buffer,
-    test_gradients_of_experts,
     test_later_batches,
 )
 from tests.multirank.test_deep_ep_hybrid import (  # noqa: F401

@@ -56,13 +56,6 @@ def test_hidden(pool: Pools, size: int, hidden: int, seed: int) -> None:
     _check(pool(size), _job(size, seed, hidden=hidden), BY_RANK, LOOSE, *narrow)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 8, 22])
-def test_top_k(pool: Pools, most_ranks: int, top_k: int, seed: int) -> None:
-    """No sum; less than the ranks; more than the ranks; no power of two."""
-    job = _job(most_ranks, seed, num_experts=24 * most_ranks, top_k=top_k)
-    _check(pool(most_ranks), job, BY_RANK, {"routing": "holes", "alignment": 8, "wide_ids": True})
-
-
 @pytest.mark.parametrize("experts", [8, 60, 256, 896])
 def test_experts(pool: Pools, most_ranks: int, experts: int, seed: int) -> None:
     """Few a rank; no power of two; as many as a block has threads; more than that."""

@@ -15,7 +15,7 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.gpu.test_sizes import _play as play
-from tests.multirank.catching import catch, refused
+from tests.multirank.catching import catch
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_dispatch_combine import check as check_small
 from tests.oracle import DTYPES, opened
@@ -244,20 +244,3 @@ def test_bad_pairs(rank: int, world_size: int, wire: str, seed: int) -> list[str
             harness.settled_error(comm)
             problems += oracle.play(comm, job, rank)
     return problems
-
-
-@on_ranks("most_ranks")
-def test_construction(rank: int, world_size: int) -> None:
-    sizes = {"num_experts": 4 * world_size, "top_k": 2, "max_tokens": 8, "dtype": torch.bfloat16}
-    refused(lambda: harness.communicator(**sizes, hidden=24, wire="fp8"), "16")
-    refused(lambda: harness.communicator(**sizes, hidden=128, wire="fp4"), "fp4", name="Unsupported")
-    harness.communicator(**sizes, hidden=128, wire="fp8").close()
-
-
-@on_ranks("most_ranks")
-def test_pairs_need_a_wire_format(rank: int, world_size: int) -> None:
-    case = Job(tokens=(4,) * world_size, num_experts=2 * world_size, hidden=128, top_k=2)
-    with opened(case, rank) as (comm, known):
-        x_TH, ids_TK = known.own.x_TH, known.own.ids_TK
-        refused(lambda: comm.dispatch(oracle.quantised(x_TH), ids_TK), "pair")
-        refused(lambda: comm.dispatch(x_TH, ids_TK, dequantize=False))

@@ -522,18 +522,6 @@ def test_death_during_the_construction_leaves_nothing_behind() -> None:
 
 
 # -- everybody dies; interrupts ------------------------------------------------------------------------------
-def _all_die(rank: int, world_size: int) -> None:
-    comm, known = start(small(world_size), rank)
-    one_step(comm, known)
-    die()
-
-
-def test_nothing_is_left_when_all_ranks_are_killed() -> None:
-    with no_shared_memory_left():
-        results = run_ranks(3, _all_die, may_die=[0, 1, 2])
-    assert results == [Died(-signal.SIGKILL)] * 3
-
-
 def _interrupted(rank: int, world_size: int, file: str) -> Found:
     """Ctrl-C on rank 0 while it waits for the last rank, which comes after that."""
     case = small(world_size)

@@ -19,7 +19,6 @@ from tests.multirank.conftest import own_pool
 from tests.multirank.harness import NO_GPUS, new_store
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_data_parallel import recipe
-from tests.programs import run_program
 
 pool = own_pool()
 
@@ -100,15 +99,6 @@ def test_the_page_shows_how_groups_are_used(rank: int, world_size: int) -> None:
     exec("\n".join(recipe("Process groups and meshes", "folding.md")), names)
     first = rank // 2 * 2
     assert names["ranks"] == [first, first + 1] and int(names["total"]) == 2 * first + 1
-
-
-def test_the_program_prints_a_mapping_or_why_there_is_none() -> None:
-    program = (Path(__file__).parents[2] / "docs" / "draw_folding.py", "--world", "16", "--tp", "2")
-    assert "EP 8: inside a node" in run_program(*program, "--ep", "8").out.splitlines()
-    done = run_program(*program, "--ep", "5", code=2)
-    assert "ep is 5, expected a divisor of" in done.err
-    assert "fit a world_size that is a multiple of 10" in done.err
-    assert "Traceback" not in done.err and done.out == ""
 
 
 # -- ranks that do not make the same -------------------------------------------------------------------------

@@ -1,24 +1,20 @@
-"""Communicators between nodes that cannot be built, or are disturbed meanwhile: a typed error on all ranks
-that says what to do, nothing left, and the next one works.
+"""Communicators between nodes that cannot be built: a typed error on all ranks that says what to do, nothing
+left, and the next one works.
 """
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import moecomm
-from moecomm.setup.rendezvous import Rendezvous
 from tests.fabric import needs_fabric
 from tests.multirank.harness import Died
 from tests.multirank.node_jobs import (
@@ -201,79 +197,6 @@ def test_settings_that_differ() -> None:
             assert f"ranks_per_node: rank 0 has 1, rank {other // 2} has {other}" in error["text"], error
         for error in found[2:]:
             assert "provider shm" in error["text"] and "MOECOMM_FABRIC_PROVIDER" in error["text"], error
-
-
-# -- strangers -----------------------------------------------------------------------------------------------
-
-_HELLO = b"moecomm\x1a"
-"""What a link begins with, before the job and who calls whom."""
-
-
-def _bother(endpoint: str, over: threading.Event, heard: list[bytes]) -> None:
-    """Callers that are no ranks: silent ones, talkative ones, some that leave at once, one of another job."""
-    host, port = endpoint.rsplit(":", 1)
-    kept = []
-    words = [
-        b"",
-        b"GET / HTTP/1.0\r\n\r\n",
-        _HELLO + bytes(range(16)) + bytes(8),  # of another job
-        (99).to_bytes(8, "little") * 100,
-        _HELLO[:5],
-    ]
-    number = 0
-    while not over.is_set():
-        try:
-            caller = socket.create_connection((host, int(port)), timeout=1.0)
-            caller.settimeout(0.05)
-            caller.sendall(words[number % len(words)])
-            if number % 7 == 0:
-                heard.append(caller.recv(100))
-            if number % 3:
-                caller.close()
-            else:
-                kept.append(caller)
-        except OSError:
-            over.wait(0.001)
-        number += 1
-    for caller in kept:
-        caller.close()
-
-
-def _bothered(rank: int, world_size: int, per_node: int) -> tuple[set[bytes] | None, list[str]]:
-    """The last rank lets strangers call at the first one, which waits for it, and comes late itself."""
-    case, over = small_case(world_size, per_node), threading.Event()
-    heard: list[bytes] = []
-    strangers: list[threading.Thread] = []
-    real = Rendezvous.step
-
-    def step(self: Any, phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:
-        messages = real(self, phase, action, *more, **named)
-        if phase == "construction: network":
-            # The last rank's rail begins at this one.
-            endpoint = messages[world_size % per_node + (world_size - 1) % per_node]["endpoint"]
-            for _ in range(3):
-                strangers.append(threading.Thread(target=_bother, args=(endpoint, over, heard)))
-                strangers[-1].start()
-            time.sleep(0.5)
-        return messages
-
-    last = rank == world_size - 1
-    with mock.patch.object(Rendezvous, "step", step if last else real):
-        comm = communicator(case, LONG)
-    try:
-        with comm:
-            return set(heard) if last else None, play(comm, case, rank, gradients=False)
-    finally:
-        over.set()
-        for stranger in strangers:
-            stranger.join()
-
-
-def test_strangers_do_not_disturb() -> None:
-    """They are sent away without a word."""
-    results = run(4, _bothered, 2)
-    assert_none([arrays for _, arrays in results])
-    assert results[-1][0] == {b""}
 
 
 @pytest.mark.parametrize("timeout", [86400.0, 9e8])

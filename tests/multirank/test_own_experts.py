@@ -187,38 +187,6 @@ def test_a_wrong_result_on_one_rank_is_refused_on_all(
     layer.comm.close()
 
 
-class Raises(nn.Module):
-    def __init__(self, error: Exception | None) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return rows_PH
-
-
-@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
-@on_ranks(3)
-def test_an_exception_on_one_rank_is_told_to_all(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    layer = build(rank, world_size, options, 0, experts=Raises(KeyError("gate") if rank == 1 else None))
-    x_TH = torch.ones(4, HIDDEN, dtype=torch.float64)
-    own = {"begins": "'gate'", "name": "KeyError"}
-    refused(lambda: layer(x_TH), **own if rank == 1 else {"begins": "rank 1: KeyError: 'gate'"})
-    layer.experts.error = None
-    assert layer(x_TH).isfinite().all(), "the communicator can be used again"
-    layer.comm.close()
-
-
-@on_ranks(2)
-def test_a_wrong_setting_on_one_rank_is_refused_on_all(rank: int, world_size: int) -> None:
-    layer = build(rank, world_size, {}, 0)
-    layer.overlap = OverlapConfig(record=rank == 1)
-    text = "OverlapConfig.record is True, must be False with experts of one's own"
-    refused(lambda: layer(tokens_of(rank, 0)), begins=text if rank == 1 else f"rank 1: {text}")
-    layer.comm.close()
-
-
 def test_settings_without_effect_are_refused() -> None:
     for way in ({"keep": "nothing"}, {"keep_shared": False}):
         with pytest.raises(InvalidArgument, match=f"{next(iter(way))} is .* with experts of one's own"):

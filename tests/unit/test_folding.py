@@ -217,23 +217,6 @@ def test_published_mappings(published: Published) -> None:
         assert tuple(ranks) in folding.groups(dims)
 
 
-def test_groups_that_megatron_core_spells_out() -> None:
-    """The examples in the docstrings of Megatron-LM, megatron/core/parallel_state.py, as they stand there:
-    initialize_model_parallel (16 GPUs, TP2 PP4, and its 8 GPUs with TP4 CP2), and
-    generate_masked_orthogonal_rank_groups (8 GPUs, tp-pp-dp of 2-2-2, and tp-dp-pp of 2-3-4)."""
-    folding = ParallelFolding(world_size=16, tp=2, pp=4)
-    pairs = ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
-    assert folding.groups("dp") == pairs
-    assert folding.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15))
-    assert folding.groups("pp") == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
-    folding = ParallelFolding(world_size=8, tp=4, cp=2)
-    assert folding.groups("cp") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    folding = ParallelFolding(world_size=8, tp=2, pp=2, etp=2, order="tp-pp-dp-cp-ep")
-    assert folding.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    groups = ParallelFolding(world_size=24, tp=2, pp=4, etp=2).groups("dp")
-    assert groups[:2] == ((0, 2, 4), (1, 3, 5)) and groups[7] == (19, 21, 23) and len(groups) == 8
-
-
 # -- refusals ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["world_size", *SIZES])
 @pytest.mark.parametrize("value", [0, -1, True, "2", 2.0, None, 2**31], ids=repr)
@@ -253,37 +236,6 @@ def test_sizes_that_are_no_positive_integers_are_refused(name: str, value: Any) 
 def test_orders_with_other_names_are_refused(order: Any) -> None:
     begins = f"order is {order!r}, expected each of tp, cp, ep, dp, pp once"
     refused(lambda: ParallelFolding(world_size=8, order=order), begins=begins)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            {"world_size": 256, "tp": 4, "cp": 2, "pp": 4, "ep": 48},
-            "ep is 48, expected a divisor of world_size / (pp * etp) = 64, for EDP = world_size / (pp * etp "
-            "* ep) to be a whole number. These sizes fit a world_size that is a multiple of 192",
-        ),
-        (
-            {"world_size": 24, "tp": 8, "cp": 2},
-            "cp is 2, expected a divisor of world_size / (pp * tp) = 3, for DP = world_size / (pp * tp * cp) "
-            "to be a whole number. These sizes fit a world_size that is a multiple of 16",
-        ),
-        (
-            {"world_size": 10, "pp": 4},
-            "pp is 4, expected a divisor of world_size = 10, for DP = world_size / (pp * tp * cp) to be a "
-            "whole number. These sizes fit a world_size that is a multiple of 4",
-        ),
-        (
-            {"world_size": 8, "tp": 2, "pp": 2, "ep": 4, "order": "tp-cp-ep-pp-dp"},
-            "order is 'tp-cp-ep-pp-dp', which gives attention and experts different pipeline groups: "
-            "neighbouring stages are 2 ranks apart in the dense grid and 4 in the expert grid, expected "
-            "equally many, as they are in any order that ends with pp",
-        ),
-    ],
-    ids=["experts", "context", "stages", "order"],
-)
-def test_a_refusal_says_why_and_what_would_fit(arguments: Arguments, says: str) -> None:
-    assert refused(lambda: ParallelFolding(**arguments)).text == says
 
 
 FOLDING = ParallelFolding(world_size=16, tp=2, cp=2, pp=2, ep=4)
