@@ -371,24 +371,6 @@ void connect_case(const std::string& provider) {
   CHECK(events.empty());
 }
 
-/// A peer that ends between the exchange of endpoint addresses and its own connect(): an error, no hang and
-/// no crash.
-void gone_peer_case(const std::string& provider) {
-  const int status = with_peer([&](int index, int fd) {
-    Memory memory(4096);
-    FabricLane remote = open_lane(provider, memory);
-    const auto endpoint_addresses = exchange_addresses(*remote, index, fd);
-    if (index == 1) kill(getpid(), SIGKILL);
-    char byte;
-    until("the peer's end", [&] { return recv(fd, &byte, 1, MSG_DONTWAIT) == 0; });
-    const Error error = test::error_of([&] { connect_lane(*remote, endpoint_addresses, 0, 0.5); });
-    std::printf("%s\n", error.what());
-    CHECK(test::has(error.what(), "peer 1"));
-    CHECK(error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost);
-  });
-  CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
-}
-
 // ---- names, signals
 
 /// Peers that chose differently are told so, and a window of nothing is refused.
@@ -482,7 +464,6 @@ int main(int argc, char** argv) {
     test_case("limits-" + name, [&] { limits_case(name); });
     test_case("bounds-" + name, [&] { bounds_case(name); });
     test_case("connect-" + name, [&] { connect_case(name); });
-    test_case("gone-peer-" + name, [&] { gone_peer_case(name); });
     test_case("two-processes-" + name, [&] { two_processes_case(name); });
     test_case("killed-peer-" + name, [&] { killed_peer_case(name); });
     test_case("lanes-" + name, [&] { lanes_case(name); });

@@ -31,19 +31,6 @@ void check_sections(const WindowLayout& layout) {
   CHECK(end == layout.total_bytes && layout.committed_bytes == layout.input[0]);
 }
 
-TEST(sections) {
-  for (const int32_t ranks : {1, 3, 64})
-    for (const int32_t top_k : {1, 8})
-      for (const DType dtype : {DType::bfloat16, DType::float64}) {
-        const WindowShape shape{ranks, top_k, 24, 1000, dtype};
-        const WindowLayout layout = WindowLayout::make(shape);
-        check_sections(layout);
-        CHECK(layout.committed_bytes < layout.total_bytes);
-        CHECK(layout.slots[1] - layout.slots[0] == align_up(1000 * shape.slots() * shape.row_bytes(), 4096));
-        CHECK(shape.slots() == (ranks < top_k ? ranks : top_k));
-      }
-}
-
 TEST(node_map) {
   // The example of layout/nodes.hpp.
   const NodeMap nodes{6, 2};
@@ -84,17 +71,6 @@ TEST(immediate) {
           CHECK(back.kind == kind && back.epoch == epoch && back.node == node && back.index == index);
           CHECK(Immediate({kind, epoch, node, index}).bits() != 0xffffffff);  // the hello of a connection
         }
-}
-
-TEST(worked_example) {
-  // docs/memory.md: 2 ranks, top-2, hidden 8 float32, 100 tokens.
-  const WindowShape shape{2, 2, 8, 100, DType::float32};
-  const WindowLayout layout = WindowLayout::make(shape);
-  CHECK(shape.row_bytes() == 32 && shape.slots() == 2);
-  // 2 pages of signals, 14 sections of which rows and input take 3200 bytes, slots 6400, the others under a
-  // page.
-  CHECK(layout.committed_bytes == 4096 * (2 + 2 + 2 + 2 + 2 + 2 + 4));
-  CHECK(layout.total_bytes == layout.committed_bytes + 2 * 4096);
 }
 
 }  // namespace
