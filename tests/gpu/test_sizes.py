@@ -93,6 +93,25 @@ def test_any_number_of_sms_gives_the_same_bits(pool: Pools, size: int, layout: s
     _check(pool(size), job, *({"num_sms": count} for count in counts))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "top_k", "num_experts", "num_sms"),
+    [
+        (600, 9000, 4, 16, 8),  # rows in two pieces, of which a stage does not hold one
+        (5001, 520, 6, 256, 2),
+        (9000, 64, 8, 2048, 66),
+        (17000, 64, 20, 64, 30),  # chunks of more places than a list has
+        (17000, 2056, 32, 256, 8),  # pipes whose lists have fewer tokens than a chunk
+        (17000, 1024, 2, 256, 66),  # short rows, without pipes
+    ],
+)
+def test_borders_of_kernels(
+    pool: Pools, tokens: int, hidden: int, top_k: int, num_experts: int, num_sms: int, seed: int
+) -> None:
+    shape = {"hidden": hidden, "top_k": top_k, "num_experts": num_experts, "num_sms": num_sms}
+    job = _job(2, seed, tokens=(tokens, tokens), **shape)
+    _check(pool(2), job, BY_RANK, {"routing": "holes"}, {"routing": "one-rank"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
