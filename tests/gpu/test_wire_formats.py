@@ -78,17 +78,6 @@ def test_real_sizes(pool: Pools, size: int, hidden: int, wire: str, seed: int) -
     harness.assert_none(pool(size)(play, some))
 
 
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
-@on_ranks("most_ranks")
-def test_any_number_of_sms_gives_the_same_bits(rank: int, world_size: int, wire: str, seed: int) -> list[str]:
-    job = Job(tokens=(1100,) * world_size, num_experts=64, hidden=2896, top_k=8, wire=wire, seed=seed)
-    job = replace(job, num_experts=job.num_experts - job.num_experts % world_size)
-    problems = []
-    for count in harness.sm_counts():
-        problems += play(rank, world_size, [replace(job, num_sms=count)])
-    return problems
-
-
 # -- data and scales, in and out -----------------------------------------------------------------------------
 def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
     """dequantize=False hands on what the reference's quantisation gives; also where the caller quantised."""

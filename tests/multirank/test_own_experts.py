@@ -44,13 +44,6 @@ class Affine(nn.Module):
         return torch.tanh(product_PH + self.bias[expert_P])
 
 
-class NoRowsNoGraph(nn.Module):
-    """Returns a constant where there is nothing to do."""
-
-    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
-        return rows_PH * 2 if int(offsets_L[-1]) else torch.zeros_like(rows_PH)
-
-
 def weights_of(experts: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weight_EHH = torch.randn(experts, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) * 0.3
@@ -115,22 +108,6 @@ def test_equals_every_expert_on_every_token(
     layer.comm.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
-@on_ranks(2)
-def test_a_rank_without_rows_takes_part_in_the_backward(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
-    """Sends every token to rank 0; nothing but the tokens wants a gradient."""
-    layer = build(rank, world_size, options, 0, experts=NoRowsNoGraph())
-    weight_EH = layer.router.weight
-    weight_EH.requires_grad_(False).fill_(-1.0)[:2] = 1.0
-    x_TH = torch.rand(4, HIDDEN, dtype=torch.float64).requires_grad_()
-    layer(x_TH).sum().backward()
-    assert x_TH.grad is not None
-    assert_close(x_TH.grad, torch.full_like(x_TH, 2.0))  # the weights of two equal scores sum to 1
-    layer.comm.close()
-
-
 class Scales(nn.Module):
     """Rows times a trained number, and a constant where there is nothing to do."""
 
@@ -140,6 +117,22 @@ class Scales(nn.Module):
 
     def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
         return rows_PH * self.scale if int(offsets_L[-1]) else torch.zeros_like(rows_PH)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
+@on_ranks(2)
+def test_a_rank_without_rows_takes_part_in_the_backward(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """Sends every token to rank 0; nothing but the tokens wants a gradient."""
+    layer = build(rank, world_size, options, 0, experts=Scales().requires_grad_(False))
+    weight_EH = layer.router.weight
+    weight_EH.requires_grad_(False).fill_(-1.0)[:2] = 1.0
+    x_TH = torch.rand(4, HIDDEN, dtype=torch.float64).requires_grad_()
+    layer(x_TH).sum().backward()
+    assert x_TH.grad is not None
+    assert_close(x_TH.grad, torch.full_like(x_TH, 2.0))  # the weights of two equal scores sum to 1
+    layer.comm.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)

@@ -22,22 +22,6 @@ def _sizes(plan: moecomm.MemoryPlan, name: str) -> list[int]:
     return [size for section, _, size in plan.sections if section == name]
 
 
-def test_worked_example() -> None:
-    """4 ranks, 100 tokens of 64 float32 (a row is 256 bytes), top-2; in pages of 4096 bytes:
-
-    token rows are 25600 bytes = 7 pages, combine slots, 2 a token, 51200 bytes = 13 pages, ids and weights
-    800 bytes = 1 page, each twice; signals, doorbell and two error texts 1 page each.
-    """
-    plan = _plan()
-    assert _sizes(plan, "token rows") == _sizes(plan, "input rows") == [7 * PAGE] * 2
-    assert _sizes(plan, "combine slots") == [13 * PAGE] * 2
-    assert _sizes(plan, "expert ids") == _sizes(plan, "routing weights") == [PAGE] * 2
-    assert _sizes(plan, "weight gradients") == [PAGE] * 2
-    assert _sizes(plan, "peer signals") == _sizes(plan, "doorbell") == [PAGE]
-    assert plan.committed_bytes == (2 * 7 + 2 * 13 + 6 + 4) * PAGE == 204800
-    assert plan.total_bytes == plan.committed_bytes + 2 * 7 * PAGE
-
-
 def test_table() -> None:
     plan = _plan(ranks_per_node=2)
     text = str(plan)
