@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,65 +46,50 @@ def cpu_losses(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> l
     return _losses(folder)
 
 
+Run = Callable[..., tuple[torch.Tensor, torch.Tensor, str]]
+
+
+@pytest.fixture
+def run(
+    require_gpus: Callable[[int], None], cpu_losses: list[float], text_folder: Path, tmp_path: Path
+) -> Run:
+    """run(ranks, *flags) trains on GPUs: the losses, how far each is from that of the CPU, what was said."""
+
+    def trained(ranks: int, *flags: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
+        require_gpus(ranks)
+        arguments = [*RUN, *flags, "--device", "cuda", "--ranks", str(ranks), "--data", text_folder]
+        done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", gpus=True, **options)
+        assert done.code == 0, done.err
+        losses = torch.tensor(_losses(tmp_path / "run"))
+        off = (losses - torch.tensor(cpu_losses)).abs()
+        print(f"largest difference: first five {off[:5].max():.2e}, all {off.max():.2e}")
+        return losses, off, done.out
+
+    return trained
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_loss_curve_is_that_of_the_cpu(
-    require_gpus: Callable[[int], None],
-    cpu_losses: list[float],
-    text_folder: Path,
-    tmp_path: Path,
-    ranks: int,
-) -> None:
-    require_gpus(ranks)
-    arguments = [*RUN, "--device", "cuda", "--ranks", str(ranks), "--data", text_folder, "--out"]
-    done = run_example("train_lm.py", *arguments, tmp_path / "run", gpus=True, variables=WHOLE_PRODUCTS)
-    assert done.code == 0, done.err
-    losses = _losses(tmp_path / "run")
-    assert len(losses) == len(cpu_losses) == STEPS
-    difference = (torch.tensor(losses) - torch.tensor(cpu_losses)).abs()
-    print(f"largest difference: first five {difference[:5].max():.2e}, all {difference.max():.2e}")
-    assert difference[:5].max() < FIRST
-    assert difference.max() < LATER
+def test_the_loss_curve_is_that_of_the_cpu(run: Run, ranks: int) -> None:
+    losses, off, _ = run(ranks, variables=WHOLE_PRODUCTS)
+    assert len(losses) == STEPS and off[:5].max() < FIRST and off.max() < LATER
     assert losses[-1] < losses[0] - 0.2, "it learns"
 
 
 @pytest.mark.parametrize(
     "how", ["", "--graph", "--no-graph", "--microbatches=2 --delay-wgrad", "--compile --microbatches=2"]
 )
-def test_in_bfloat16(
-    require_gpus: Callable[[int], None],
-    cpu_losses: list[float],
-    text_folder: Path,
-    tmp_path: Path,
-    how: str,
-) -> None:
-    require_gpus(2)
-    flags = f"{how} --dtype bfloat16 --device cuda --ranks 2 --data".split()
-    arguments = [*RUN, *flags, text_folder]
-    done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", "--sample", "5", gpus=True)
-    assert done.code == 0, done.err
-    difference = (torch.tensor(_losses(tmp_path / "run")) - torch.tensor(cpu_losses)).abs()
-    print(f"largest difference: {difference.max():.2e}")
-    assert difference.max() < BFLOAT16
+def test_in_bfloat16(run: Run, how: str) -> None:
+    _, off, said = run(2, *how.split(), "--dtype=bfloat16", "--sample=5")
+    assert off.max() < BFLOAT16
     replays = STEPS - len({1, *range(LOG_EVERY, STEPS + 1, LOG_EVERY)})  # the others time their transfers
-    assert (f"{replays} replayed steps" in done.out) == (how != "--no-graph"), done.out
+    assert (f"{replays} replayed steps" in said) == (how != "--no-graph"), said
 
 
 @pytest.mark.parametrize("wires", ["fp8", "mxfp8", "fp8 fp8 fp8"])
-def test_rows_in_narrow_formats(
-    require_gpus: Callable[[int], None],
-    cpu_losses: list[float],
-    text_folder: Path,
-    tmp_path: Path,
-    wires: str,
-) -> None:
+def test_rows_in_narrow_formats(run: Run, wires: str) -> None:
     """Rows change their format on one rank, too."""
-    require_gpus(1)
     wire, sums, gradients = wires.split() if " " in wires else (wires, "dtype", "dtype")
     how = [f"--wire={wire}", f"--combine-wire={sums}", f"--gradient-wire={gradients}", "--dtype=bfloat16"]
-    arguments = [*RUN, *how, "--device", "cuda", "--ranks", "1", "--data", text_folder]
-    done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", gpus=True)
-    assert done.code == 0, done.err
-    assert f"rows sent as {wire}, their sums as {sums}, gradients as {gradients}" in done.out
-    difference = (torch.tensor(_losses(tmp_path / "run")) - torch.tensor(cpu_losses)).abs()
-    print(f"largest difference: {difference.max():.2e}")
-    assert difference.max() < BFLOAT16
+    _, off, said = run(1, *how)
+    assert f"rows sent as {wire}, their sums as {sums}, gradients as {gradients}" in said
+    assert off.max() < BFLOAT16
