@@ -248,23 +248,6 @@ def test_one_rounding(pool: Pools, activation: str, seed: int) -> None:
     assert off_by_more("twice", (value * case.weights.unsqueeze(1)).to(torch.bfloat16), *pair)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("ends", [None, [2, 2, 4], [0, 0, 0], [6]])
-def test_gradcheck(activation: str, ends: list[int] | None, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    inner = torch.randn(6, 3 * INPUTS[activation], dtype=torch.float64, generator=generator)
-    weights = torch.rand(6, dtype=torch.float64, generator=generator).requires_grad_()
-    inner.requires_grad_()
-    ends_L = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-
-    def run(inner: Tensor, weights: Tensor | None = None) -> Tensor:
-        return weighted_activation(inner, weights, ends_L, activation=activation)
-
-    assert torch.autograd.gradcheck(run, (inner,))
-    assert torch.autograd.gradcheck(run, (inner, weights))
-    assert torch.autograd.gradcheck(lambda weights: run(inner.detach(), weights), (weights,))
-
-
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_rows_past_the_last_end(pool: Pools, activation: str, dtype: str, seed: int) -> None:
