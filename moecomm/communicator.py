@@ -16,8 +16,9 @@ from moecomm.autograd import functions as ops
 from moecomm.autograd import library as operators
 from moecomm.autograd.compiled import break_graph, dispatch_in_graph, for_trace
 from moecomm.autograd.planned import Array, _Planned
-from moecomm.backends import make_backend
 from moecomm.backends.base import Backend, DispatchCall, RawDispatch
+from moecomm.backends.cpu import CpuBackend
+from moecomm.backends.cuda import CudaBackend
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError, announced_as
 from moecomm.setup import checks
@@ -163,7 +164,11 @@ class Communicator(_Planned):
         }
         try:
             with rendezvous:
-                backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
+                backend: Backend
+                if place.type == "cuda":
+                    backend = CudaBackend(place, rendezvous, arguments, error, dtype, num_sms)
+                else:
+                    backend = CpuBackend(rendezvous, arguments, error, dtype, num_sms)
         finally:
             del error, _error  # an error's traceback has this frame
         self._group = GroupReference(group)

@@ -64,12 +64,13 @@ pybind11::dict stats_dict(const Calls& calls, const Counters& counters,
   return out;
 }
 
-/// Binds the methods that both communicators have: connections to other nodes, check, close, reset_stats and
-/// descriptions. `interrupt` runs Python's signal handlers.
+/// Binds the methods that both communicators have: the name of shared memory, connections to other nodes,
+/// check, close, reset_stats and descriptions. `interrupt` runs Python's signal handlers.
 template <class Communicator, class Class>
 void bind_common(Class& bound, void (*interrupt)()) {
   namespace py = pybind11;
-  bound
+  bound.def("link", &Communicator::link)
+      .def("unlink", &Communicator::unlink)
       .def(
           "open_rail",
           [](Communicator& self, const py::bytes& job, const std::string& provider,

@@ -1,7 +1,6 @@
 // Python bindings of the GPU communicator: they take addresses, sizes and streams. Their callers are
 // moecomm/backends and moecomm/setup.
-#include "bindings/cuda.hpp"
-
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "bindings/communicators.hpp"
@@ -12,19 +11,16 @@ namespace py = pybind11;
 namespace moecomm {
 namespace {
 
+/// Returns the fields of PlanFields (moecomm/backends/base.py).
 py::dict plan_fields(const DeviceShape& shape) {
   const DevicePlan plan = DevicePlan::make(shape);
-  const int64_t local = shape.local_experts();
+  const auto slice = [](int64_t first, int64_t count) { return py::slice(first, first + count, 1); };
   py::dict out;
-  const auto add = [&](const char* name, int64_t offset, int64_t count) {
-    out[name] = py::make_tuple(offset, count);
-  };
-  add("needed_rows", plan.header + static_cast<int64_t>(offsetof(PlanHeader, needed_rows) / 4), 1);
-  add("overflow", plan.header + static_cast<int64_t>(offsetof(PlanHeader, overflow) / 4), 1);
-  add("expert_rows", plan.expert_rows, local);
-  add("expert_starts", plan.expert_starts, 1 + local);
-  add("source_ends", plan.source_ends, shape.ranks);
-  add("total", 0, plan.total);
+  out["words"] = plan.total;
+  out["overflow"] = plan.header + static_cast<int64_t>(offsetof(PlanHeader, overflow) / 4);
+  out["expert_rows"] = slice(plan.expert_rows, shape.local_experts());
+  out["expert_starts"] = slice(plan.expert_starts, 1 + shape.local_experts());
+  out["source_ends"] = slice(plan.source_ends, shape.ranks);
   return out;
 }
 
@@ -85,6 +81,8 @@ void bind_shapes(py::module_& m) {
 
 }  // namespace
 
+/// Binds WireFormat, DeviceShape, DeviceCommunicator and what belongs to them. `interrupt` runs Python's
+/// signal handlers.
 void bind_cuda(py::module_& m, void (*interrupt)()) {
   bind_shapes(m);
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -101,8 +99,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1,
            py::arg("sums") = WireFormat::same, py::arg("gradients") = WireFormat::same,
            py::arg("absence") = 0.0)
-      .def("link_control", &DeviceCommunicator::link_control)
-      .def("unlink_control", &DeviceCommunicator::unlink_control)
       .def(
           "connect",
           [interrupt](DeviceCommunicator& self, const std::vector<uintptr_t>& bases,

@@ -1,8 +1,9 @@
 // Bindings of the experts' and the router's kernels: take addresses, sizes and a stream. activation.py,
 // quantize.py and routing.py of moecomm/kernels are the only callers.
+#include <pybind11/pybind11.h>
+
 #include <algorithm>
 
-#include "bindings/cuda.hpp"
 #include "common/error.hpp"
 #include "kernels/experts/activation.hpp"
 #include "kernels/experts/quantize.hpp"

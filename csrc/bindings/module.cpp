@@ -5,9 +5,6 @@
 
 #include <cstring>
 
-#if defined(MOECOMM_CUDA_VERSION)
-#include "bindings/cuda.hpp"
-#endif
 #include "bindings/communicators.hpp"
 #include "kernels/cpu/heuristics.hpp"
 #include "runtime/communicator.hpp"
@@ -16,6 +13,13 @@
 
 namespace py = pybind11;
 using namespace moecomm;
+
+#if defined(MOECOMM_CUDA_VERSION)
+namespace moecomm {
+void bind_cuda(py::module_& m, void (*interrupt)());
+void bind_experts(py::module_& m);
+}  // namespace moecomm
+#endif
 
 namespace {
 
@@ -154,7 +158,6 @@ void bind_communicator(py::module_& m) {
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"),
            py::arg("timeout"), py::arg("host_ranks"), py::arg("first_epoch") = 1, py::arg("absence") = 0.0)
-      .def("link_window", &Communicator::link_window)
       .def(
           "connect",
           [](Communicator& self, const std::vector<std::string>& names, const std::vector<int64_t>& pids) {
@@ -162,7 +165,6 @@ void bind_communicator(py::module_& m) {
             self.set_interrupt(run_signal_handlers);
           },
           py::arg("names"), py::arg("pids"), Release())
-      .def("unlink_window", &Communicator::unlink_window)
       .def(
           "begin_dispatch",
           [](Communicator& self, Address x, Address ids, bool wide_ids, Address weights, int64_t tokens,

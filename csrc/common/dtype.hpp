@@ -1,7 +1,6 @@
 // Element types of rows.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "common/macros.hpp"

@@ -5,9 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "common/macros.hpp"
 #include "layout/device_window.hpp"

@@ -66,11 +66,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   explicit Communicator(const CommunicatorConfig& config);
   ~Communicator();
 
-  /// Gives the window a name, by which the ranks of the node open it.
-  std::string link_window() {
-    own_window().link();
-    return own_window().name();
-  }
+  /// Gives the window a name, by which the ranks of the node open it, and returns the name.
+  std::string link() { return own_window().link(); }
   /// Maps the windows of the node's ranks. names[i], pids[i]: window name and process of the node's rank i.
   /// On one node operations may follow; with several, connect_nodes() comes first.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
@@ -84,7 +81,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// out of step, and the communicator closes.
   void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
   /// Removes the window's name, once all ranks have connected, so that nothing outlives the processes.
-  void unlink_window() noexcept { own_window().unlink(); }
+  void unlink() noexcept { own_window().unlink(); }
 
   /// Writes rows, ids and weights to this rank's window, waits for all ranks, and makes the plan or finds a
   /// kept one. Then pull() finishes the dispatch, with an output of plan->rows rows.

@@ -70,11 +70,8 @@ class DeviceCommunicator {
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
   /// Names the control segment, shared host memory that shows which ranks have ended. Returns the name.
-  std::string link_control() {
-    control_[own_index()].link();
-    return control_[own_index()].name();
-  }
-  void unlink_control() noexcept { control_[own_index()].unlink(); }
+  std::string link() { return control_[own_index()].link(); }
+  void unlink() noexcept { control_[own_index()].unlink(); }
   /// Connects the ranks of the node. For the node's rank i, bases[i]: address of its window here, memory that
   /// was zeroed before use; names[i]: control segment; pids[i]: process. On one node operations may follow.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,

@@ -3,7 +3,6 @@
 // their outcome. Implemented by fabric/ (libfabric) and, in tests, a loopback; both may deliver in any order.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>

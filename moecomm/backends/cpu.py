@@ -133,9 +133,6 @@ class CpuBackend(Backend):
                 host_ranks=host_ranks,
                 first_epoch=arguments["MOECOMM_FIRST_EPOCH"],
             ),
-            link=lambda native: native.link_window(),
-            map_peers=lambda native, names, pids: native.connect(names, pids),
-            unlink=lambda native: native.unlink_window(),
         )
         self.network_lanes = self._native.network_lanes()
         self._order = InOrder(self._native.give_up)

@@ -18,9 +18,17 @@ from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan, memory_of
+from moecomm.backends.base import (
+    Backend,
+    DispatchCall,
+    ExpertIndex,
+    PlanFields,
+    RawDispatch,
+    TensorPlan,
+    memory_of,
+)
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
-from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release
+from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, release
 from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
@@ -82,7 +90,7 @@ class CudaBackend(Backend):
                 whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
             )
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
-            self.plan_fields = plan_fields_of(shape)
+            self.plan_fields = PlanFields(**_C.device_plan_fields(shape))
             check_room(rendezvous, group_info, self.memory, self._gpu)
             dtypes = [dtype, self._weight_dtype, torch.int32, torch.int64, torch.float32]
             if self.wire_format is not None:
@@ -152,10 +160,10 @@ class CudaBackend(Backend):
         work = SideWork(self, name, begin, complete, finish)
         with self._lock:
             self._settle_begun()
-            work.begin()
+            began = work.begin()
             if complete is not None:
                 self._unfinished = work
-        for each in inputs if work.began else ():
+        for each in inputs if began else ():
             if isinstance(each, Tensor):
                 each.record_stream(side)
         return Work(work.wait, work.is_completed, work.join)
@@ -169,11 +177,6 @@ class CudaBackend(Backend):
         """Runs the second half of `work`, unless it has run."""
         with self._lock:
             work.complete()
-
-    def completed(self, work: SideWork[Any, Any]) -> None:
-        """Clears `_unfinished` if it is `work`, whose second half runs now or has run."""
-        if self._unfinished is work:
-            self._unfinished = None
 
     # -- operations ------------------------------------------------------------------------------------
 

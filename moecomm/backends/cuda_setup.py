@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import moecomm._C as _C
-from moecomm.backends.base import PlanFields, warn_of_thread
+from moecomm.backends.base import warn_of_thread
 from moecomm.backends.order import ends_by_error
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.env import read_env
@@ -29,23 +29,6 @@ def meet(
                 "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
             )
     return group_info
-
-
-def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
-    """Returns the positions of the views (PLAN_VIEWS) within the words of a plan on the device."""
-    fields = _C.device_plan_fields(shape)
-
-    def place(name: str) -> slice:
-        first, count = fields[name]
-        return slice(first, first + count)
-
-    return PlanFields(
-        words=fields["total"][1],
-        overflow=fields["overflow"][0],
-        expert_rows=place("expert_rows"),
-        expert_starts=place("expert_starts"),
-        source_ends=place("source_ends"),
-    )
 
 
 def check_room(rendezvous: Rendezvous, group_info: GroupInfo, memory: MemoryPlan, gpu: CudaDevice) -> None:
@@ -105,9 +88,7 @@ def connect_gpus(
                 sums=getattr(_C.WireFormat, arguments["combine_wire"] or "same"),
                 gradients=getattr(_C.WireFormat, arguments["gradient_wire"] or "same"),
             ),
-            link=lambda native: native.link_control(),
-            map_peers=lambda native, names, pids: native.connect(list(window.bases), names, pids),
-            unlink=lambda native: native.unlink_control(),
+            list(window.bases),
         )
     except BaseException:
         window.close()

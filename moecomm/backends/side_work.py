@@ -38,19 +38,17 @@ class SideWork(Generic[Result, Finished]):
         self._error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
 
-    def begin(self) -> None:
-        """Runs the first half, or the whole operation if it is not split; keeps an error for `wait`."""
+    def begin(self) -> bool:
+        """Runs the first half, or the whole operation if it is not split; keeps an error for `wait`. Returns
+        whether there was none."""
         self._step(self._begin, "_result" if self._complete is None else "_begun")
         self._done = self._complete is None or self._error is not None
-
-    @property
-    def began(self) -> bool:
-        """True if the first half has run without an error."""
         return self._error is None
 
     def complete(self) -> None:
         """Runs the second half, unless it has run."""
-        self._owner.completed(self)
+        if self._owner._unfinished is self:
+            self._owner._unfinished = None
         if not self._done:
             self._done = True
             begun, self._begun = self._begun, None

@@ -20,7 +20,7 @@ from moecomm.setup.version import __version__
 Native = TypeVar("Native", bound="_C.Communicator | _C.DeviceCommunicator")
 
 
-def _identity() -> dict[str, str]:
+def identity() -> dict[str, str]:
     """Returns two texts: `node`, equal for processes that can map each other's shared memory and know each
     other's pids, and `network`, equal for processes with the same network addresses."""
     try:
@@ -72,7 +72,7 @@ def handshake(
             "version": __version__,
             "arguments": arguments,
             "job": secrets.token_hex(16),
-            **_identity(),
+            **identity(),
             **facts(),
         }
 
@@ -97,12 +97,7 @@ def handshake(
 
 
 def connect(
-    rendezvous: Rendezvous,
-    group_info: GroupInfo,
-    create: Callable[[], Native],
-    link: Callable[[Native], str],
-    map_peers: Callable[[Native, list[str], list[int]], None],
-    unlink: Callable[[Native], None],
+    rendezvous: Rendezvous, group_info: GroupInfo, create: Callable[[], Native], *bases: list[int]
 ) -> Native:
     """Runs the last steps of a construction and returns this rank's native communicator, connected to
     those of the other ranks.
@@ -110,18 +105,16 @@ def connect(
     Args:
         group_info: the result of `handshake`.
         create: makes the communicator, with its shared memory.
-        link: gives the shared memory a name.
-        map_peers: maps the memory of the node's ranks; takes memory names and pids, both by local index.
-        unlink: removes that name.
+        bases: on CUDA one list: the addresses here of the windows of the node's ranks.
     """
     made: list[Native] = []
 
     def name() -> dict[str, Any]:
-        return {"memory": link(made[0]), "pid": os.getpid()}
+        return {"memory": made[0].link(), "pid": os.getpid()}
 
     def join() -> None:
         node = [peers[rank] for rank in group_info.nodes.local_ranks(rendezvous.rank)]
-        map_peers(made[0], [str(peer["memory"]) for peer in node], [int(peer["pid"]) for peer in node])
+        made[0].connect(*bases, [str(peer["memory"]) for peer in node], [int(peer["pid"]) for peer in node])
 
     try:
         rendezvous.step("construction: communicators", lambda: made.append(create()))
@@ -135,7 +128,7 @@ def connect(
         raise
     finally:
         if made:
-            unlink(made[0])
+            made[0].unlink()
     if group_info.nodes.nodes > 1:
         _connect_rail(rendezvous, group_info, made[0])
     return made[0]

@@ -19,6 +19,7 @@ from moecomm.device import cuda_driver
 from moecomm.device.cuda_driver import Driver, DriverError
 from moecomm.errors import MoecommError, OutOfMemory, Unsupported
 from moecomm.setup import fd_exchange as descriptors
+from moecomm.setup.handshake import identity
 from moecomm.setup.rendezvous import Rendezvous
 
 Message = dict[str, Any]
@@ -120,7 +121,7 @@ class SymmetricMemory:
         granularity = self._driver.call("cuMemGetAllocationGranularity", self._properties(), option)
         return {
             "granularity": int(granularity),
-            "host": _host(),
+            "host": identity(),
             "pid": os.getpid(),
             "mailbox": self._mailbox.name,
             "gpu": str(self._gpu),
@@ -133,7 +134,7 @@ class SymmetricMemory:
         ordinals = {self._driver.gpu(device).uuid: device for device in self._driver.devices()}
         for rank in self._others:
             peer = peers[rank]
-            if peer["host"] != _host():
+            if peer["host"] != identity():
                 raise Unsupported(
                     f"ranks {self._rendezvous.rank} and {rank} share memory and not a network namespace, so "
                     "they cannot pass each other open files: start them in one (containers: --network=host)"
@@ -264,14 +265,6 @@ class SymmetricMemory:
             f"{peer['gpu']}: {why}; the GPUs of a communicator need peer access to each other (NVLink, or "
             "PCIe peer to peer)"
         )
-
-
-def _host() -> str:
-    """Returns a text that is equal for processes that can pass each other open files and know each other's
-    pids."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return "/".join((boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")))
 
 
 def _synchronize(driver: Driver, context: Any) -> None:

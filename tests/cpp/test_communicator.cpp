@@ -39,7 +39,7 @@ struct Ranks {
     }
     if (nodes.nodes() > 1)
       for (int32_t local = 0; local < nodes.local_ranks; ++local) connect_rail(nodes, local);
-    for (auto& comm : comms) comm->unlink_window();
+    for (auto& comm : comms) comm->unlink();
   }
   ~Ranks() {
     // Each waits for those that still need something of it, so all at a time; and it writes into the windows

@@ -197,10 +197,10 @@ struct Rank {
   explicit Rank(int32_t ranks = 1)
       : shape{ranks, 1, 8 * ranks, 64, 4096, DType::bfloat16, WireFormat::same, 0, 0},
         comm(DeviceConfig{shape, 0, 5.0, 0, 0, 1}) {
-    const std::string name = comm.link_control();
+    const std::string name = comm.link();
     comm.connect(std::vector(ranks, reinterpret_cast<uintptr_t>(memory.data())), std::vector(ranks, name),
                  std::vector<int64_t>(ranks, getpid()));
-    comm.unlink_control();
+    comm.unlink();
     start();
   }
   ~Rank() {

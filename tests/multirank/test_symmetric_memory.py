@@ -100,7 +100,7 @@ def test_only_ranks_of_a_node_map_each_other(rank: int, world_size: int, per_nod
 def test_ranks_that_cannot_pass_each_other_files(rank: int, world_size: int) -> None:
     """Each rank says that it is in a network namespace of its own."""
     fake = FakeDriver(gpus=[rank])
-    with mock.patch.object(symmetric_memory, "_host", return_value=f"host {rank}"):
+    with mock.patch.object(symmetric_memory, "identity", return_value={"network": str(rank)}):
         call = partial(SymmetricMemory, _rendezvous(), 1, 0, api=fake)
         refused(call, "not a network namespace", name="Unsupported")
     assert not fake.alive()

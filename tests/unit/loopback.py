@@ -29,6 +29,7 @@ DTYPES = {
     _C.DType.float64: torch.float64,
 }
 NOT_THERE = 0
+VIEWS = ("expert_rows", "expert_starts", "source_ends")
 SIZES: dict[str, Any] = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens": 6, "dtype": torch.float32}
 IDS_TK = torch.tensor([[1, 3], [0, -1], [3, 1], [2, 0], [-1, -1]])
 
@@ -37,7 +38,7 @@ class DeviceShape(SimpleNamespace):
     """`_C.DeviceShape`: keeps what it is given."""
 
 
-def device_plan_fields(shape: Any) -> dict[str, tuple[int, int]]:
+def places_of_plan(shape: Any) -> dict[str, tuple[int, int]]:
     experts = shape.num_experts // shape.ranks
     sizes = {
         "overflow": 1,
@@ -53,6 +54,12 @@ def device_plan_fields(shape: Any) -> dict[str, tuple[int, int]]:
         fields[name] = (end, count)
         end += count
     return {**fields, "total": (0, end)}
+
+
+def device_plan_fields(shape: Any) -> dict[str, int | slice]:
+    places = places_of_plan(shape)
+    views = {name: slice(places[name][0], sum(places[name])) for name in VIEWS}
+    return {"words": places["total"][1], "overflow": places["overflow"][0], **views}
 
 
 def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -90,19 +97,19 @@ class LoopbackNative:
         self.pending: Exception | None = None
         self.dtype = DTYPES[shape.dtype]
         self.weight = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.fields = device_plan_fields(shape)
+        self.fields = places_of_plan(shape)
         self.rows = 0
         self.held: Callable[[], None] | None = None
         self.directly: bool | None = None  # of the last finish_dispatch
         self.waited_on = -1  # the stream of the last wait_rows
         self.dropped = False  # a capture has ended between the halves of what was held
 
-    def link_control(self) -> str:
-        self.calls.append("link_control")
+    def link(self) -> str:
+        self.calls.append("link")
         return "/moecomm-test"
 
-    def unlink_control(self) -> None:
-        self.calls.append("unlink_control")
+    def unlink(self) -> None:
+        self.calls.append("unlink")
 
     def connect(self, bases: list[int], names: list[str], pids: list[int]) -> None:
         assert len(bases) == len(names) == len(pids) == self.shape.ranks == 1
@@ -505,13 +512,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "CudaDevice", FakeGpu)
     monkeypatch.setattr("moecomm.setup.symmetric_memory.SymmetricMemory", FakeWindow)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-
-    def make(
-        device: Any, rendezvous: Any, arguments: Any, error: Any, dtype: Any, num_sms: Any
-    ) -> CudaBackend:
-        return CudaBackend(torch.device("cpu"), rendezvous, arguments, error, dtype, num_sms)
-
-    monkeypatch.setattr("moecomm.communicator.make_backend", make)
+    monkeypatch.setattr("moecomm.communicator.CpuBackend", partial(CudaBackend, torch.device("cpu")))
     monkeypatch.setattr("moecomm.setup.checks.check_formats", lambda *arguments: None)
 
 

@@ -36,7 +36,7 @@ def no_memory(*_: Any, **__: Any) -> Any:
 class TestOperations:
     def test_construction_and_close(self) -> None:
         comm, native, gpu = opened()
-        assert native.calls == ["link_control", "connect", "unlink_control"]
+        assert native.calls == ["link", "connect", "unlink"]
         assert FakeWindow.last.bytes == comm.memory.total_bytes == 12288
         assert native.settings["num_sms"] == 0 and native.settings["timeout"] == comm.timeout
         comm.close()
@@ -343,7 +343,7 @@ class TestOperations:
     ) -> None:
         monkeypatch.setenv(f"MOECOMM_{variable}", value)
         comm, native, _ = opened()
-        assert sorted({*native.calls} - {"link_control", "connect", "unlink_control"}) == told
+        assert sorted({*native.calls} - {"link", "connect", "unlink"}) == told
         comm.close()
 
     def test_a_begun_dispatch_is_completed_before_the_next_operation(self) -> None:

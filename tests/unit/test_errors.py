@@ -55,6 +55,6 @@ def test_the_runtime_raises_these_types() -> None:
     """Errors cross the border of the extension as the Python types."""
     shape = _C.WindowShape(ranks=2, top_k=1, hidden=4, max_tokens=1, dtype=_C.DType.float32, ranks_per_node=2)
     lonely = _C.Communicator(shape=shape, rank=0, num_experts=2, threads=1, timeout=1.0, host_ranks=2)
-    lonely.unlink_window()
+    lonely.unlink()
     with pytest.raises(moecomm.CommunicatorClosed, match="not connected"):
         lonely.check()

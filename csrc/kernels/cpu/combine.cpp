@@ -1,5 +1,3 @@
-// Combine on the CPU. Each rank with experts of a token, an owner, sums its rows. The token's own rank (its
-// home) adds up these sums. For a home on another node a rank of the owners' node adds up their sums first.
 #include "kernels/cpu/combine.hpp"
 
 #include <cstring>

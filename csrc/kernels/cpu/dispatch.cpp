@@ -1,5 +1,3 @@
-// Dispatch on the CPU. Sending copies rows that others need into this rank's window, or into memory that the
-// network reads. Receiving reads each needed row once and writes it to all its output rows.
 #include "kernels/cpu/dispatch.hpp"
 
 #include <algorithm>

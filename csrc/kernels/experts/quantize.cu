@@ -12,7 +12,6 @@
 //   - every block itself computes where its group begins among the padded groups, so one launch is enough
 // A maximum does not depend on the order of comparisons, so neither do the bits of the result.
 #include <algorithm>
-#include <cstring>
 
 #include "kernels/e4m3.cuh"
 #include "kernels/element.cuh"

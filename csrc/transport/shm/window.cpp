@@ -132,13 +132,14 @@ void Window::commit(int64_t offset, int64_t bytes) {
               {.needed = bytes, .available = available});
 }
 
-void Window::link() {
+const std::string& Window::link() {
   name_ = random_name();
   if (flock(fd_.get(), LOCK_SH) != 0) throw system_error("flock of a window");  // held until the process ends
   const auto descriptor = "/proc/self/fd/" + std::to_string(fd_.get());
   if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, (kShmFolder + name_).c_str(), AT_SYMLINK_FOLLOW) != 0)
     throw system_error("naming a window in /dev/shm");
   linked_ = true;
+  return name_;
 }
 
 void Window::unlink() noexcept {

@@ -26,10 +26,9 @@ class Window {
   ~Window();
 
   std::byte* base() const { return base_; }
-  const std::string& name() const { return name_; }
 
-  /// Gives the window a random name, mode 0600, by which peers can open it. Owner only.
-  void link();
+  /// Gives the window a random name, mode 0600, by which peers can open it, and returns it. Owner only.
+  const std::string& link();
   /// Allocates memory for [offset, offset + bytes). Throws Error(out_of_memory) if there is none. Owner only.
   void commit(int64_t offset, int64_t bytes);
   /// Removes the name; mappings stay. Owner only; harmless when called again.
