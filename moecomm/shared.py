@@ -57,13 +57,11 @@ class SharedCommunicator:
         makes room beforehand."""
         if torch.compiler.is_dynamo_compiling():
             return self._dispatch_outside_graph(x_TH, ids_TK, weights_TK, **options)
-        try:
+        if ids_TK.is_cuda and options.get("capacity") is not None:
             return self._comm, self._comm.dispatch(x_TH, ids_TK, weights_TK, **options)
-        except InvalidArgument as error:
-            agree = not ids_TK.is_cuda or options.get("capacity") is None
-            if not agree or not self._is_enlarged(error, ids_TK.shape[0]):
-                raise
-        return self._comm, self._comm.dispatch(x_TH, ids_TK, weights_TK, **options)
+        return self.run(
+            ids_TK.shape[0], lambda comm: (comm, comm.dispatch(x_TH, ids_TK, weights_TK, **options))
+        )
 
     _dispatch_outside_graph = _disable_dynamo(dispatch)
 

@@ -1,9 +1,8 @@
 // Bindings of the experts' and the router's kernels: take addresses, sizes and a stream. activation.py,
 // quantize.py and routing.py of moecomm/kernels are the only callers.
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 
+#include "bindings/communicators.hpp"
 #include "common/error.hpp"
 #include "kernels/experts/activation.hpp"
 #include "kernels/experts/quantize.hpp"
@@ -29,7 +28,7 @@ void check_between(const char* name, int64_t value, int64_t least, int64_t most)
 
 /// Returns the array at `address`, which must be a multiple of `bytes`. Address 0, where allowed, means null.
 template <class T = std::byte>
-T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absent = false) {
+T* pointer(const char* name, uintptr_t address, bool may_be_absent = false, int64_t bytes = sizeof(T)) {
   if (address == 0 && !may_be_absent)
     throw Error(ErrorKind::invalid_argument, std::string(name) + " has no address");
   if (address % static_cast<uintptr_t>(bytes) != 0)
@@ -53,7 +52,7 @@ void bind_prepare(py::module_& m, const char* name, const char* what, cudaError_
 /// Returns the address of the number of real rows, which is the last of the `groups` group ends at `ends`. If
 /// `ends` is 0, all rows are real, and it returns null.
 const int32_t* real_rows_at(uintptr_t ends, int64_t groups) {
-  const int32_t* const first = pointer<int32_t>("ends", ends, sizeof(int32_t), true);
+  const int32_t* const first = pointer<int32_t>("ends", ends, true);
   if (first == nullptr) return nullptr;
   check_between("groups", groups, 1, INT32_MAX);
   return first + groups - 1;
@@ -63,8 +62,8 @@ ActivationRows rows_of(uintptr_t inner, uintptr_t weights, uintptr_t ends, int64
                        int64_t width, DType dtype, Activation activation) {
   check_between("rows", rows, 0, experts::kMostRows);
   check_between("width", width, 1, experts::kMostWidth);
-  return {pointer("inner", inner, dtype_bytes(dtype), rows == 0),
-          pointer("weights", weights, weight_bytes(dtype), true),
+  return {pointer("inner", inner, rows == 0, dtype_bytes(dtype)),
+          pointer("weights", weights, true, weight_bytes(dtype)),
           real_rows_at(ends, groups),
           static_cast<int32_t>(rows),
           static_cast<int32_t>(width),
@@ -87,9 +86,9 @@ experts::Routes routes_of(uintptr_t logits, int64_t parts, uintptr_t addends, ui
   check_between("tokens", tokens, 0, experts::kMostRows);
   check_between("experts", number, 1, experts::kMostExperts);
   check_between("top_k", top_k, 1, std::min(number, experts::kMostChoices));
-  return {pointer<float>("logits", logits, sizeof(float), tokens == 0),
-          pointer<float>("addends", addends, sizeof(float), true),
-          pointer<float>("biases", biases, sizeof(float), true),
+  return {pointer<float>("logits", logits, tokens == 0),
+          pointer<float>("addends", addends, true),
+          pointer<float>("biases", biases, true),
           static_cast<int32_t>(parts),
           static_cast<int32_t>(tokens),
           static_cast<int32_t>(number),
@@ -117,23 +116,21 @@ void bind_experts(py::module_& m) {
       .value("gelu", Activation::gelu);
   // Functions take their arguments by position: keywords would take the caller longer.
   m.def("activation", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
-                         int64_t width, DType dtype, Activation activation, uintptr_t z, uintptr_t stream) {
+                         int64_t width, DType dtype, Activation activation, uintptr_t z, Address stream) {
     const ActivationRows all = rows_of(inner, weights, ends, groups, rows, width, dtype, activation);
-    check_cuda(experts::launch_activation(all, pointer("z", z, dtype_bytes(dtype), rows == 0),
-                                          reinterpret_cast<cudaStream_t>(stream)),
+    check_cuda(experts::launch_activation(all, pointer("z", z, rows == 0, dtype_bytes(dtype)), stream),
                "activation");
   });
   m.def("activation_backward", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups,
                                   int64_t rows, int64_t width, DType dtype, Activation activation,
                                   uintptr_t grad_z, uintptr_t grad_inner, uintptr_t grad_weights, uintptr_t z,
-                                  uintptr_t stream) {
+                                  Address stream) {
     const ActivationRows all = rows_of(inner, weights, ends, groups, rows, width, dtype, activation);
     const int64_t bytes = dtype_bytes(dtype);
     const ActivationGradients gradients{
-        pointer("grad_z", grad_z, bytes, rows == 0), pointer("grad_inner", grad_inner, bytes, rows == 0),
-        pointer("grad_weights", grad_weights, weight_bytes(dtype), true), pointer("z", z, bytes, true)};
-    check_cuda(experts::launch_activation_backward(all, gradients, reinterpret_cast<cudaStream_t>(stream)),
-               "activation backward");
+        pointer("grad_z", grad_z, rows == 0, bytes), pointer("grad_inner", grad_inner, rows == 0, bytes),
+        pointer("grad_weights", grad_weights, true, weight_bytes(dtype)), pointer("z", z, true, bytes)};
+    check_cuda(experts::launch_activation_backward(all, gradients, stream), "activation backward");
   });
   bind_prepare(m, "prepare_activation", "loading the kernels of the experts", experts::prepare_activation);
 
@@ -144,56 +141,55 @@ void bind_experts(py::module_& m) {
   m.def("routes", [](uintptr_t logits, int64_t parts, uintptr_t addends, uintptr_t biases, int64_t tokens,
                      int64_t number, int64_t top_k, experts::Scores scores, bool normalize, float scale,
                      uintptr_t ids, uintptr_t weights, uintptr_t out_scores, uintptr_t out_logits,
-                     uintptr_t counts, uintptr_t stream) {
+                     uintptr_t counts, Address stream) {
     const bool none = tokens == 0;
-    const experts::Chosen chosen{pointer<int32_t>("ids", ids, sizeof(int32_t), none),
-                                 pointer<float>("weights", weights, sizeof(float), none),
-                                 pointer<float>("scores", out_scores, sizeof(float), none),
-                                 pointer<float>("out_logits", out_logits, sizeof(float), true),
-                                 pointer<int64_t>("counts", counts, sizeof(int64_t))};
+    const experts::Chosen chosen{pointer<int32_t>("ids", ids, none), pointer<float>("weights", weights, none),
+                                 pointer<float>("scores", out_scores, none),
+                                 pointer<float>("out_logits", out_logits, true),
+                                 pointer<int64_t>("counts", counts)};
     const experts::Routes routes =
         routes_of(logits, parts, addends, biases, tokens, number, top_k, scores, normalize, scale);
-    check_cuda(experts::launch_routes(routes, chosen, reinterpret_cast<cudaStream_t>(stream)), "routes");
+    check_cuda(experts::launch_routes(routes, chosen, stream), "routes");
   });
   m.def("routes_backward", [](uintptr_t logits, int64_t tokens, int64_t number, int64_t top_k,
                               experts::Scores scores, bool normalize, float scale, uintptr_t ids,
                               uintptr_t grad_weights, uintptr_t grad_scores, uintptr_t grad_logits,
-                              uintptr_t out, uintptr_t parts, uintptr_t stream) {
-    const experts::RouteGradients gradients{pointer<int32_t>("ids", ids, sizeof(int32_t), tokens == 0),
-                                            pointer<float>("grad_weights", grad_weights, sizeof(float), true),
-                                            pointer<float>("grad_scores", grad_scores, sizeof(float), true),
-                                            pointer<float>("grad_logits", grad_logits, sizeof(float), true),
-                                            pointer<float>("out", out, sizeof(float), true),
-                                            pointer("parts", parts, 2, true)};
-    check_cuda(experts::launch_routes_backward(
-                   routes_of(logits, 1, 0, 0, tokens, number, top_k, scores, normalize, scale), gradients,
-                   reinterpret_cast<cudaStream_t>(stream)),
-               "routes backward");
+                              uintptr_t out, uintptr_t parts, Address stream) {
+    const experts::RouteGradients gradients{pointer<int32_t>("ids", ids, tokens == 0),
+                                            pointer<float>("grad_weights", grad_weights, true),
+                                            pointer<float>("grad_scores", grad_scores, true),
+                                            pointer<float>("grad_logits", grad_logits, true),
+                                            pointer<float>("out", out, true),
+                                            pointer("parts", parts, true, 2)};
+    check_cuda(
+        experts::launch_routes_backward(
+            routes_of(logits, 1, 0, 0, tokens, number, top_k, scores, normalize, scale), gradients, stream),
+        "routes backward");
   });
-  m.def("split_weight", [](uintptr_t weight, int64_t count, bool backward, uintptr_t out, uintptr_t stream) {
+  m.def("split_weight", [](uintptr_t weight, int64_t count, bool backward, uintptr_t out, Address stream) {
     check_between("count", count, 4, experts::kMostExperts * experts::kMostWidth);
-    check_cuda(experts::launch_split_weight(pointer<float>("weight", weight, 16), count, backward,
-                                            pointer("out", out, 8), reinterpret_cast<cudaStream_t>(stream)),
+    check_cuda(experts::launch_split_weight(pointer<float>("weight", weight, false, 16), count, backward,
+                                            pointer("out", out, false, 8), stream),
                "split weight");
   });
   bind_prepare(m, "prepare_routes", "loading the kernels of the router",
                [](DType) { return experts::prepare_routes(); });
 
   m.def("quantize_rows", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
-                            DType dtype, uintptr_t values, uintptr_t scales, uintptr_t stream) {
+                            DType dtype, uintptr_t values, uintptr_t scales, Address stream) {
     check_quantized(rows, columns, dtype);
-    const QuantizeRows all{pointer("x", x, kPiece, rows == 0),
-                           pointer("values", values, kPiece, rows == 0),
-                           pointer<float>("scales", scales, sizeof(float), rows == 0),
+    const QuantizeRows all{pointer("x", x, rows == 0, kPiece),
+                           pointer("values", values, rows == 0, kPiece),
+                           pointer<float>("scales", scales, rows == 0),
                            real_rows_at(ends, groups),
                            static_cast<int32_t>(rows),
                            static_cast<int32_t>(columns),
                            dtype};
-    check_cuda(experts::launch_quantize_rows(all, reinterpret_cast<cudaStream_t>(stream)), "quantize rows");
+    check_cuda(experts::launch_quantize_rows(all, stream), "quantize rows");
   });
   m.def("quantize_columns",
         [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns, int64_t out_rows,
-           DType dtype, uintptr_t values, uintptr_t scales, uintptr_t padded_ends, uintptr_t stream) {
+           DType dtype, uintptr_t values, uintptr_t scales, uintptr_t padded_ends, Address stream) {
           check_quantized(rows, columns, dtype);
           check_between("groups", groups, 1, INT32_MAX / columns);
           if (ends == 0) {
@@ -204,18 +200,17 @@ void bind_experts(py::module_& m) {
             check_between("out_rows", out_rows, least, 2 * experts::kMostRows - experts::kQuantum);
             check_multiple("out_rows", out_rows);
           }
-          const QuantizeColumns all{pointer("x", x, kPiece, rows == 0),
-                                    pointer<int32_t>("ends", ends, sizeof(int32_t), true),
-                                    pointer("values", values, kPiece, rows == 0 && ends == 0),
-                                    pointer<float>("scales", scales, sizeof(float)),
-                                    pointer<int32_t>("padded_ends", padded_ends, sizeof(int32_t), ends == 0),
+          const QuantizeColumns all{pointer("x", x, rows == 0, kPiece),
+                                    pointer<int32_t>("ends", ends, true),
+                                    pointer("values", values, rows == 0 && ends == 0, kPiece),
+                                    pointer<float>("scales", scales),
+                                    pointer<int32_t>("padded_ends", padded_ends, ends == 0),
                                     static_cast<int32_t>(groups),
                                     static_cast<int32_t>(rows),
                                     static_cast<int32_t>(columns),
                                     static_cast<int32_t>(out_rows),
                                     dtype};
-          check_cuda(experts::launch_quantize_columns(all, reinterpret_cast<cudaStream_t>(stream)),
-                     "quantize columns");
+          check_cuda(experts::launch_quantize_columns(all, stream), "quantize columns");
         });
   bind_prepare(m, "prepare_quantize", "loading the kernels of the experts", experts::prepare_quantize);
 }

@@ -114,11 +114,9 @@ void bind_memory(py::module_& m) {
   });
 
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def_readonly("id", &Plan::id)
       .def_readonly("rows", &Plan::rows)
       .def_readonly("needed_rows", &Plan::needed_rows)
       .def_readonly("tokens", &Plan::tokens)
-      .def_property_readonly("layout", [](const Plan& plan) { return plan.shape.layout; })
       .def_readonly("expert_rows", &Plan::expert_rows)
       .def_readonly("offsets", &Plan::offsets)
       .def_property_readonly("by_expert",

@@ -19,8 +19,6 @@ class ThreadPool {
   /// Error(out_of_memory) where the system has no threads left.
   explicit ThreadPool(int threads);
   ~ThreadPool();
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const { return static_cast<int>(state_->workers.size()) + 1; }
 

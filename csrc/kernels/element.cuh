@@ -17,6 +17,8 @@ struct Element;
 template <>
 struct Element<DType::float32> {
   static constexpr int kVector = 4;  ///< elements in 16 bytes
+  /// Converts the one or two elements in four bytes.
+  __device__ static void widen_word(uint32_t word, float* out) { out[0] = __uint_as_float(word); }
   __device__ static void widen(const uint4& raw, float* out) {
     out[0] = __uint_as_float(raw.x);
     out[1] = __uint_as_float(raw.y);
@@ -48,13 +50,13 @@ __device__ inline Pair largest_pair(const uint4& raw) {
 
 /// Elements of 16 bits. `Pairs` has the functions that convert two elements.
 template <class Pairs>
-struct HalfElement {
+struct HalfElement : Pairs {
   using Pair = typename Pairs::Pair;
   static constexpr int kVector = 8;
   __device__ static void widen(const uint4& raw, float* out) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) Pairs::widen(words[i], out + 2 * i);
+    for (int i = 0; i < 4; ++i) Pairs::widen_word(words[i], out + 2 * i);
   }
   __device__ static uint4 narrow(const float* in) {
     uint32_t words[4];
@@ -75,7 +77,7 @@ struct Bfloat16Pairs {
   using Pair = __nv_bfloat162;
   __device__ static float2 floats(const Pair& pair) { return __bfloat1622float2(pair); }
   __device__ static Pair narrow(float low, float high) { return __floats2bfloat162_rn(low, high); }
-  __device__ static void widen(uint32_t word, float* out) {
+  __device__ static void widen_word(uint32_t word, float* out) {
     out[0] = __uint_as_float(word << 16);
     out[1] = __uint_as_float(word & 0xffff0000u);
   }
@@ -85,7 +87,7 @@ struct Float16Pairs {
   using Pair = __half2;
   __device__ static float2 floats(const Pair& pair) { return __half22float2(pair); }
   __device__ static Pair narrow(float low, float high) { return __floats2half2_rn(low, high); }
-  __device__ static void widen(uint32_t word, float* out) {
+  __device__ static void widen_word(uint32_t word, float* out) {
     const float2 pair = floats(reinterpret_cast<const Pair&>(word));
     out[0] = pair.x;
     out[1] = pair.y;

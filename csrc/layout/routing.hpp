@@ -66,7 +66,8 @@ constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts
   return false;
 }
 
-/// Bytes of a page of host memory, and the alignment of a window's sections.
+/// Bytes of a page of host memory, and the alignment of a window's sections: each can be backed, registered
+/// or dropped separately.
 inline constexpr int64_t kPage = 4096;
 
 MOECOMM_HD constexpr int64_t align_up(int64_t value, int64_t alignment) {

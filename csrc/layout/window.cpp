@@ -16,8 +16,6 @@ constexpr int64_t kChunksWanted = WindowLayout::kStagingChunks, kLeastChunkBytes
 // An immediate has 15 bits for an arrival flag, and a command 16 bits for the rows of a chunk.
 constexpr int64_t kMostChunks = 1 << 14, kMostChunkRows = (1 << 16) - 1;
 
-// Sections start on pages, so that each can be backed, registered or dropped separately.
-
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.
 template <class Visit>
 void for_each_section(WindowLayout& layout, const Visit& visit) {

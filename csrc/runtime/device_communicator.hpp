@@ -66,8 +66,6 @@ class DeviceCommunicator {
  public:
   explicit DeviceCommunicator(const DeviceConfig& config);
   ~DeviceCommunicator();
-  DeviceCommunicator(const DeviceCommunicator&) = delete;
-  DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
 
   /// Names the control segment, shared host memory that shows which ranks have ended. Returns the name.
   std::string link() { return control_[own_index()].link(); }

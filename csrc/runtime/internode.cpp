@@ -4,11 +4,8 @@
 #include <cstring>
 
 namespace moecomm {
-namespace {
 
 constexpr const char* kRowsPhase = "rows from another node";
-
-}  // namespace
 
 Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases,
                      shm::Signals& signals, std::unique_ptr<Transport> transport,

@@ -62,17 +62,11 @@ def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
     )
 
 
-def _overflow(plan: _C.Plan) -> int:
-    for each in (plan, plan.by_expert):
-        if each is not None and each.needed_rows > each.rows:
-            return each.needed_rows
-    return 0
-
-
 def _plan_words(plan: _C.Plan, fields: PlanFields) -> np.ndarray:
     """Returns a blob (TensorPlan.blob) with the views of a plan at the positions of `fields`."""
     words = np.zeros(fields.words, dtype=np.int32)
-    words[fields.overflow] = _overflow(plan)
+    exceeded = (each for each in (plan, plan.by_expert) if each and each.needed_rows > each.rows)
+    words[fields.overflow] = next((each.needed_rows for each in exceeded), 0)
     words[fields.expert_rows] = plan.expert_rows
     words[fields.expert_offsets] = (plan.by_expert or plan).offsets
     if plan.by_expert is not None:

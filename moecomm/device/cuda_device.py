@@ -98,10 +98,6 @@ class CudaDevice:
             free = int(torch.cuda.mem_get_info(self.index)[0])
         return free
 
-    def capability(self) -> tuple[int, int]:
-        """Returns the compute capability, such as (9, 0)."""
-        return torch.cuda.get_device_capability(self.index)
-
     def uuid(self) -> str:
         """Returns the GPU's UUID, which identifies it on this host, whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.index).uuid)

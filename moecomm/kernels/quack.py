@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
 from moecomm.kernels.activation import INPUTS, INTERLEAVED
 from moecomm.kernels.products import Products
@@ -47,7 +46,7 @@ def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.devic
         return f"quack-kernels is not installed; pip install 'quack-kernels=={VERSION}'"
     if device.type != "cuda":
         return f"quack needs a GPU of compute capability 9.0, and the experts are on {device}"
-    capability = CudaDevice(device.index if device.index is not None else 0).capability()
+    capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"quack is used on compute capability 9.0, and {device} has {'.'.join(map(str, capability))}"
     if dtype not in (torch.bfloat16, torch.float16):

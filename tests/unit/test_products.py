@@ -23,26 +23,13 @@ SIZES: dict[str, Any] = {
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Hopper:
-    def __init__(self, index: int) -> None:
-        pass
-
-    def capability(self) -> tuple[int, int]:
-        return 9, 0
-
-
-class Ampere(Hopper):
-    def capability(self) -> tuple[int, int]:
-        return 8, 0
-
-
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """quack-kernels seems to be installed, and every GPU is a Hopper."""
     monkeypatch.setattr(quack, "version_of", lambda name: quack.VERSION)
     monkeypatch.setattr(quack, "_epilogues", lambda: None)
     quack._import_problem.cache_clear()
-    monkeypatch.setattr(quack, "CudaDevice", Hopper)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return monkeypatch
 
 
@@ -68,7 +55,7 @@ def test_quack_is_refused_where_it_does_not_serve(name: str, installed: pytest.M
 
 
 def test_quack_is_refused_on_other_gpus(installed: pytest.MonkeyPatch) -> None:
-    installed.setattr(quack, "CudaDevice", Ampere)
+    installed.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(Unsupported, match=r"used on compute capability 9\.0, and cuda:0 has 8\.0"):
         make_products(MoEConfig(**SIZES, products="quack"), GPU)
 

@@ -120,21 +120,6 @@ struct Strip {
   float inverse[kColumns];
 };
 
-/// Converts the one or two elements in four bytes of a row to float32.
-template <DType dtype>
-__device__ inline void widen_word(uint32_t word, float* out) {
-  if constexpr (dtype == DType::float32) {
-    out[0] = __uint_as_float(word);
-  } else if constexpr (dtype == DType::bfloat16) {
-    out[0] = __uint_as_float(word << 16);
-    out[1] = __uint_as_float(word & 0xffff0000u);
-  } else {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
-    out[0] = pair.x;
-    out[1] = pair.y;
-  }
-}
-
 /// The rows of a group, and the position of its values in the result.
 struct Group {
   int64_t first;  ///< the group's first row in x
@@ -246,7 +231,7 @@ __device__ inline void fill_tile(Strip<dtype>& strip, const std::byte* from, int
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     float column[kLaneColumns];
-    widen_word<dtype>(words[i], column);
+    Element<dtype>::widen_word(words[i], column);
 #pragma unroll
     for (int c = 0; c < kLaneColumns; ++c) values[c][i] = column[c];
   }

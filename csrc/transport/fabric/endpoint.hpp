@@ -55,8 +55,6 @@ class Endpoint {
  public:
   explicit Endpoint(Info info);
   ~Endpoint();
-  Endpoint(const Endpoint&) = delete;
-  Endpoint& operator=(const Endpoint&) = delete;
 
   const fi_info& info() const { return *info_; }
   std::string provider() const { return info_->fabric_attr->prov_name; }

@@ -81,8 +81,6 @@ class Lanes final : public Network {
   }
   /// Closes all lanes concurrently, and so takes as long as the slowest lane.
   ~Lanes() override { stop(); }
-  Lanes(const Lanes&) = delete;
-  Lanes& operator=(const Lanes&) = delete;
 
   const TransportCaps& caps() const override { return caps_; }
   void stay_awake(bool yes) override { stay_awake_.store(yes, std::memory_order_relaxed); }

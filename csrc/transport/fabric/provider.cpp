@@ -90,11 +90,6 @@ Info query() {
   return Info(found);
 }
 
-bool usable(const fi_info& info, uint32_t version) {
-  return info.domain_attr->cq_data_size >= sizeof(uint32_t) &&
-         why_not(info.fabric_attr->prov_name, version).empty();
-}
-
 struct Candidate {
   const fi_info* info;
   Offer offer;
@@ -104,7 +99,8 @@ struct Candidate {
 std::vector<Candidate> candidates(const fi_info* list) {
   std::vector<Candidate> found;
   for (const fi_info* info = list; info != nullptr; info = info->next) {
-    if (!usable(*info, library().version)) continue;
+    if (info->domain_attr->cq_data_size < sizeof(uint32_t)) continue;
+    if (!why_not(info->fabric_attr->prov_name, library().version).empty()) continue;
     Candidate candidate{info, describe(*info)};
     if (std::none_of(found.begin(), found.end(),
                      [&](const Candidate& c) { return c.offer == candidate.offer; }))

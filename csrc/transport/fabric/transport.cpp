@@ -22,15 +22,12 @@
 #include "transport/fabric/nic.hpp"
 
 namespace moecomm::fabric {
-namespace {
 
 constexpr size_t kBatch = 64;                            // completions read per call
 constexpr int kBatches = 16;                             // most batches per poll(), so that puts go on too
 constexpr double kCloseSeconds = 5;                      // time limit of the destructor
 constexpr auto kPause = std::chrono::microseconds(200);  // between polls without result, while connecting
 constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
-
-}  // namespace
 
 FabricTransport::FabricTransport(const FabricOptions& options, Info chosen, void* base, int64_t bytes)
     : options_(options),

@@ -33,8 +33,6 @@ class FabricTransport final : public Transport {
   /// Opens an endpoint as choose_lanes() has chosen, and registers [base, base + bytes), which must stay
   /// mapped until this object is gone. Errors as in open_network().
   FabricTransport(const FabricOptions& options, Info chosen, void* base, int64_t bytes);
-  FabricTransport(const FabricTransport&) = delete;
-  FabricTransport& operator=(const FabricTransport&) = delete;
 
   AddressBytes endpoint_address() const { return own_.to_bytes(); }
 

@@ -20,14 +20,7 @@ namespace moecomm::shm {
 namespace {
 
 constexpr const char* kShmFolder = "/dev/shm";
-
 constexpr const char* kPrefix = "moecomm-window-";
-
-std::string random_name() {
-  std::string name = std::string("/") + kPrefix;
-  for (int word = 0; word < 2; ++word) name += random_digits("a shared memory name");
-  return name;
-}
 
 /// Removes windows whose owner was killed while they had a name. Nobody holds the lock of such a window.
 void remove_left_behind() {
@@ -133,7 +126,8 @@ void Window::commit(int64_t offset, int64_t bytes) {
 }
 
 const std::string& Window::link() {
-  name_ = random_name();
+  constexpr const char* kWanted = "a shared memory name";
+  name_ = text_of("/", kPrefix, random_digits(kWanted), random_digits(kWanted));
   if (flock(fd_.get(), LOCK_SH) != 0) throw system_error("flock of a window");  // held until the process ends
   const auto descriptor = "/proc/self/fd/" + std::to_string(fd_.get());
   if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, (kShmFolder + name_).c_str(), AT_SYMLINK_FOLLOW) != 0)

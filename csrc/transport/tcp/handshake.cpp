@@ -12,7 +12,6 @@
 #include "common/error.hpp"
 
 namespace moecomm::tcp {
-namespace {
 
 using namespace std::chrono_literals;
 
@@ -24,8 +23,6 @@ constexpr size_t kStrangers = 64;
 constexpr auto kFirstPause = 20ms, kLongestPause = 1000ms;
 
 constexpr const char* kPhase = "construction: links";
-
-}  // namespace
 
 Handshake::Handshake(const JobId& job, int32_t self, const Address& own, int listener,
                      std::vector<Address> endpoints)

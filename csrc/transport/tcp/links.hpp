@@ -59,8 +59,6 @@ class Links {
   explicit Links(const LinkOptions& options);
   /// close() with a limit of one second.
   ~Links();
-  Links(const Links&) = delete;
-  Links& operator=(const Links&) = delete;
 
   /// Address at which peers reach this rank, "10.0.0.3:4567".
   const std::string& endpoint() const { return endpoint_; }
