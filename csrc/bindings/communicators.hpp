@@ -105,12 +105,8 @@ void bind_common(Class& bound, void (*interrupt)()) {
       .def("network",
            [](Communicator& self) {
              const Proxy* const proxy = self.proxy();
-             return proxy == nullptr ? std::string() : proxy->caps().text();
-           })
-      .def("network_lanes",
-           [](Communicator& self) {
-             const Proxy* const proxy = self.proxy();
-             return proxy == nullptr ? 0 : proxy->caps().lanes;
+             return proxy == nullptr ? std::pair(std::string(), 0)
+                                     : std::pair(proxy->caps().text(), proxy->caps().lanes);
            })
       .def("check", &Communicator::check)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())

@@ -68,13 +68,8 @@ void bind_facts(py::module_& m) {
       return py::str(error.what());
     }
   });
-  m.def("fabric_version", [] { return fabric::installed_version(); });
-  m.def("fabric_offers", [] {
-    py::list out;
-    for (const fabric::Offer& offer : fabric::list_offers())
-      out.append(py::make_tuple(offer.provider, offer.domain));
-    return out;
-  });
+  m.def("fabric_version", &fabric::installed_version);
+  m.def("fabric_offers", &fabric::offers_text);
 }
 
 void bind_enumerations(py::module_& m) {
@@ -122,12 +117,10 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("by_expert",
                              [](const Plan& plan) { return std::const_pointer_cast<Plan>(plan.by_expert); });
 
-  py::class_<HostBuffer>(m, "HostBuffer", py::buffer_protocol())
-      .def_buffer([](HostBuffer& buffer) {
-        return py::buffer_info(buffer.memory.get(), 1, py::format_descriptor<uint8_t>::format(), 1,
-                               {buffer.bytes}, {1});
-      })
-      .def_readonly("bytes", &HostBuffer::bytes);
+  py::class_<HostBuffer>(m, "HostBuffer", py::buffer_protocol()).def_buffer([](HostBuffer& buffer) {
+    return py::buffer_info(buffer.memory.get(), 1, py::format_descriptor<uint8_t>::format(), 1,
+                           {buffer.bytes}, {1});
+  });
   py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init<>())
       .def("take", [](HostPool& pool, int64_t bytes) { return HostBuffer{pool.take(bytes), bytes}; });
@@ -174,12 +167,9 @@ void bind_communicator(py::module_& m) {
           py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("wide_ids"), py::arg("weights"),
           py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"),
           py::arg("positions"), py::arg("caller"), Release())
-      .def("pull", by_address(&Communicator::pull), py::kw_only(), py::arg("out"), py::arg("weights"),
-           py::arg("ids"), py::arg("index"), py::arg("index_weights"), Release())
-      .def("redispatch", by_address(&Communicator::redispatch), py::arg("plan"), py::kw_only(),
-           py::arg("rows"), py::arg("out"), py::arg("scales"), py::arg("other"), py::arg("dots"), Release())
-      .def("combine", by_address(&Communicator::combine), py::arg("plan"), py::kw_only(), py::arg("rows"),
-           py::arg("weights"), py::arg("y"), py::arg("weight_grads"), py::arg("out_weight_grads"), Release())
+      .def("pull", by_address(&Communicator::pull), Release())
+      .def("redispatch", by_address(&Communicator::redispatch), Release())
+      .def("combine", by_address(&Communicator::combine), Release())
       .def("fail", &Communicator::fail, py::arg("kind"), py::arg("text"), Release())
       .def(
           "take_input",

@@ -330,7 +330,7 @@ class Backend(ABC):
         the thread that talks to other nodes does not end (`warn_of_thread`)."""
 
     def __str__(self) -> str:
-        network = self._native.network()
+        network, _ = self._native.network()
         return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
 
 

@@ -128,7 +128,7 @@ class CpuBackend(Backend):
                 first_epoch=arguments["MOECOMM_FIRST_EPOCH"],
             ),
         )
-        self.network_lanes = self._native.network_lanes()
+        self.network_lanes = self._native.network()[1]
         self._order = InOrder(self._native.give_up)
         # The runtime's destructor also closes, but it holds the GIL while it waits.
         finalize(self, self._native.close).atexit = False
@@ -213,12 +213,9 @@ class CpuBackend(Backend):
         except OutOfMemory as error:
             error._is_known_to_all = False  # the other ranks have their rows and go on
             raise
+        of_index = (None, None) if index is None else index[:2]
         self._native.pull(
-            out=tokens_PH.data_ptr(),
-            weights=_address(weights),
-            ids=_address(topk_idx_PK),
-            index=_address(index and index.rows_Q),
-            index_weights=_address(index and index.weights_Q),
+            tokens_PH.data_ptr(), _address(weights), _address(topk_idx_PK), *map(_address, of_index)
         )
         return RawDispatch(
             tokens_PH=tokens_PH,
@@ -261,15 +258,9 @@ class CpuBackend(Backend):
         dots_P = (
             None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype), device="cpu")
         )
-        addresses = {
-            "rows": _address(rows_TH),
-            "out": _address(out_PH),
-            "scales": _address(scales_P),
-            "other": _address(other_PH),
-            "dots": _address(dots_P),
-        }
+        addresses = [_address(each) for each in (rows_TH, out_PH, scales_P, other_PH, dots_P)]
         self._announced = True
-        self._native.redispatch(plan, **addresses)
+        self._native.redispatch(plan, *addresses)
         return out_PH, dots_P
 
     def combine(
@@ -287,15 +278,9 @@ class CpuBackend(Backend):
         grads_TK = None
         if weight_grads is not None:
             grads_TK = torch.empty((plan.tokens, self.top_k), dtype=weight_dtype(self.dtype), device="cpu")
-        addresses = {
-            "rows": _address(rows_PH),
-            "weights": _address(weights_P),
-            "y": _address(y_TH),
-            "weight_grads": _address(weight_grads),
-            "out_weight_grads": _address(grads_TK),
-        }
+        addresses = [_address(each) for each in (rows_PH, weights_P, y_TH, weight_grads, grads_TK)]
         self._announced = True
-        self._native.combine(plan, **addresses)
+        self._native.combine(plan, *addresses)
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> Tensor:

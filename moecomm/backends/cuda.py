@@ -104,7 +104,7 @@ class CudaBackend(Backend):
                 rendezvous, group_info, shape, self.memory, self._gpu.index, num_sms or 0
             )
             self.num_sms, self.weighs_tokens = self._native.num_sms, self._native.weighs_tokens
-            self.network_lanes = self._native.network_lanes()
+            self.network_lanes = self._native.network()[1]
         # release() also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, release, self._gpu, self._native, window)
 
@@ -364,19 +364,17 @@ class CudaBackend(Backend):
         out_PH, dots_P = self._empty((plan.rows, self.hidden), self.dtype), None
         if other_PH is not None:
             dots_P = self._empty((plan.rows,), self._weight_dtype).zero_()
-        plan_address, out_address = self._plan_address(plan), self._address(out_PH)
-        dots_address = self._address(dots_P)
         self._announced = True
         self._native.redispatch(
-            plan_address,
+            self._plan_address(plan),
             self._layouts[plan.layout],
             rows_address,
             plan.tokens,
             plan.rows,
-            out_address,
+            self._address(out_PH),
             scales_address,
             other_address,
-            dots_address,
+            self._address(dots_P),
             gradients and scales_P is None and other_PH is None,
             self._raw_stream,
         )
@@ -434,22 +432,17 @@ class CudaBackend(Backend):
             y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
         if weight_grads is not None:
             grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
-        y_address, grads_to, plan_address = (
-            self._address(y_TH),
-            self._address(grads_TK),
-            self._plan_address(plan),
-        )
         self._announced = True
         self._native.combine(
-            plan_address,
+            self._plan_address(plan),
             self._layouts[plan.layout],
             rows_address,
             weights_address,
             token_weights,
             plan.tokens,
-            y_address,
+            self._address(y_TH),
             grads_address,
-            grads_to,
+            self._address(grads_TK),
             forward,
             held,
             self._raw_stream,

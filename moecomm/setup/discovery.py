@@ -135,7 +135,7 @@ def fabric() -> Iterator[tuple[str, str]]:
         yield "between nodes", "nothing: the ranks of a communicator have to share a host"
         return
     try:
-        yield "fabric providers", _offers_text(_C.fabric_offers())
+        yield "fabric providers", _C.fabric_offers()
         network, address = _open_network(read_env())
     except MoecommError as error:
         yield "between nodes", f"nothing: {error}"
@@ -150,17 +150,6 @@ def fabric() -> Iterator[tuple[str, str]]:
     yield "control links", f"TCP on {address}, ports that the system chooses"
 
 
-def _offers_text(offers: list[tuple[str, str]]) -> str:
-    """Returns the offers as a text like "net (eth0, lo), shm", each provider with its interfaces, best
-    first."""
-    domains: dict[str, list[str]] = {}
-    for provider, domain in offers:
-        found = domains.setdefault(provider, [])
-        if domain not in found and domain != provider:
-            found.append(domain)
-    return ", ".join(name + (f" ({', '.join(on)})" if on else "") for name, on in domains.items()) or "none"
-
-
 def _open_network(env: Env) -> tuple[str, str]:
     """Opens a network endpoint and a control link; returns (the network with which a rank sends, the address
     on which its control links listen). Raises the errors of building a communicator."""
@@ -171,7 +160,7 @@ def _open_network(env: Env) -> tuple[str, str]:
         rail = open_rail(native, secrets.token_bytes(16), env)
         endpoint = rail.endpoint
         native.connect_rail(rail, [rail.endpoint_addresses], [endpoint])
-        return native.network(), endpoint.rpartition(":")[0]
+        return native.network()[0], endpoint.rpartition(":")[0]
     finally:
         native.close()
 

@@ -115,11 +115,8 @@ class LoopbackNative:
         assert len(bases) == len(names) == len(pids) == self.shape.ranks == 1
         self.calls.append("connect")
 
-    def network_lanes(self) -> int:
-        return 0
-
-    def network(self) -> str:
-        return ""
+    def network(self) -> tuple[str, int]:
+        return "", 0
 
     def fuse_up_to(self, tokens: int) -> None:
         self.calls.append(f"fuse_up_to {tokens}")

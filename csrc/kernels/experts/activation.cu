@@ -338,17 +338,6 @@ cudaError_t with_variant(DType dtype, Activation activation, bool whole, const U
   }
 }
 
-/// Loads both kernels of a variant onto the current device.
-struct Load {
-  template <DType dtype, Activation activation, bool whole>
-  cudaError_t operator()() const {
-    cudaFuncAttributes loaded;
-    const cudaError_t error = cudaFuncGetAttributes(&loaded, forward_kernel<dtype, activation, whole>);
-    if (error != cudaSuccess) return error;
-    return cudaFuncGetAttributes(&loaded, backward_kernel<dtype, activation, whole>);
-  }
-};
-
 /// True if `row_bytes` and all addresses are multiples of 16, so that every row's address is one.
 bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> addresses) {
   return row_bytes % 16 == 0 && std::all_of(addresses.begin(), addresses.end(), [](const std::byte* address) {
@@ -402,7 +391,12 @@ cudaError_t launch_activation_backward(const ActivationRows& rows, const Activat
 cudaError_t prepare_activation(DType dtype) {
   for (const Activation activation : kActivations)
     for (const bool whole : {true, false}) {
-      const cudaError_t error = with_variant(dtype, activation, whole, Load{});
+      const auto load = [&]<DType d, Activation a, bool w>() {
+        cudaFuncAttributes loaded;
+        const cudaError_t error = cudaFuncGetAttributes(&loaded, forward_kernel<d, a, w>);
+        return error != cudaSuccess ? error : cudaFuncGetAttributes(&loaded, backward_kernel<d, a, w>);
+      };
+      const cudaError_t error = with_variant(dtype, activation, whole, load);
       if (error != cudaSuccess) return error;
     }
   return cudaSuccess;

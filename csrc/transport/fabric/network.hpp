@@ -42,8 +42,9 @@ class Network : public Transport {
 /// Error(out_of_memory) if the system refuses to pin the window.
 std::unique_ptr<Network> open_network(const FabricOptions& options, void* base, int64_t bytes);
 
-/// Each usable provider on each interface, best provider first. Error(unsupported) without libfabric.
-std::vector<Offer> list_offers();
+/// The usable providers with their interfaces, best provider first, such as "net (eth0, lo), shm".
+/// Error(unsupported) without libfabric.
+std::string offers_text();
 
 /// The version of libfabric, "1.17". Error(unsupported), with what to install, if there is no libfabric.
 std::string installed_version();

@@ -123,7 +123,7 @@ std::vector<Candidate> candidates(const fi_info* list) {
   return found;
 }
 
-/// Returns the providers, each with its domains, as a text such as "net (eth0, lo), shm".
+/// The text of offers_text().
 std::string list_text(const std::vector<Candidate>& list) {
   std::vector<std::pair<std::string, std::vector<std::string>>> providers;
   for (const Candidate& c : list) {
@@ -248,11 +248,9 @@ std::string why_not(const std::string& provider, uint32_t version) {
 
 std::string installed_version() { return version_text(library().version); }
 
-std::vector<Offer> list_offers() {
+std::string offers_text() {
   const Info all = query();
-  std::vector<Offer> offers;
-  for (Candidate& candidate : candidates(all.get())) offers.push_back(std::move(candidate.offer));
-  return offers;
+  return list_text(candidates(all.get()));
 }
 
 std::vector<Info> choose_lanes(const ProviderOptions& options) {

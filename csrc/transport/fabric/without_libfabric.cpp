@@ -14,7 +14,7 @@ namespace {
 }  // namespace
 
 std::unique_ptr<Network> open_network(const FabricOptions&, void*, int64_t) { unavailable(); }
-std::vector<Offer> list_offers() { unavailable(); }
+std::string offers_text() { unavailable(); }
 std::string installed_version() { unavailable(); }
 
 }  // namespace moecomm::fabric
