@@ -60,7 +60,7 @@ struct Shared {
   std::atomic<int64_t> size, count;    // of the next run's messages; none: that was all
   std::atomic<int> address_bytes[2];
   std::atomic<bool> failed;  // one of them has said why
-  std::byte endpoint_address[2][4096];
+  char endpoint_address[2][4096];
 };
 
 Shared* shared_by_both = nullptr;
@@ -96,15 +96,14 @@ class Bench {
     own.provider = endpoint_.provider();
     own.window = {registration.key(), registration.remote_base(), 2 * area_};
     own.address = endpoint_.address();
-    const std::vector<std::byte> bytes = own.to_bytes();
+    const std::string bytes = own.to_bytes();
     if (bytes.size() > sizeof(shared_.endpoint_address[0])) fail("the address is too long");
     std::memcpy(shared_.endpoint_address[index], bytes.data(), bytes.size());
     shared_.address_bytes[index] = static_cast<int>(bytes.size());
     const int other = 1 - index;
     wait([&] { return shared_.address_bytes[other] > 0; }, "the other process");
-    const std::vector<std::byte> theirs(shared_.endpoint_address[other],
-                                        shared_.endpoint_address[other] + shared_.address_bytes[other]);
-    peer_ = EndpointAddress::from_bytes(theirs);
+    peer_ = EndpointAddress::from_bytes(
+        {shared_.endpoint_address[other], static_cast<size_t>(shared_.address_bytes[other])});
     peer_address_ = endpoint_.insert(peer_.address);
     contexts_.resize(kInFlight);
     for (fi_context2& context : contexts_) free_.push_back(&context);

@@ -220,6 +220,16 @@ def check_weights(
     _require_shape(name, weights, shape, letters)
 
 
+def check_weights_of_rows(
+    name: str, weights: Any, handle: Any, top_k: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Checks, as check_weights does, weights of the rows that a dispatch with this `handle` has brought:
+    (P,), in the rank layout (P, K)."""
+    rows, by_rank = handle.num_rows, handle.layout == "rank"
+    shape, letters = ((rows, top_k), "(P, K)") if by_rank else ((rows,), "(P,)")
+    check_weights(name, weights, shape, letters, dtype, device)
+
+
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
     """Checks that `dequantize` is a bool. Without a wire format it must be True, and x no pair."""
     if dequantize is True and x_scales is None:

@@ -129,14 +129,13 @@ void bind_memory(py::module_& m) {
 void bind_communicator(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Rail>(m, "Rail")
-      .def_property_readonly(
-          "endpoint_addresses",
-          [](const Rail& self) {
-            py::list out;
-            for (const fabric::AddressBytes& each : self.endpoint_addresses())
-              out.append(py::bytes(reinterpret_cast<const char*>(each.data()), each.size()));
-            return out;
-          })
+      .def_property_readonly("endpoint_addresses",
+                             [](const Rail& self) {
+                               py::list out;
+                               for (const fabric::AddressBytes& each : self.endpoint_addresses())
+                                 out.append(py::bytes(each));
+                               return out;
+                             })
       .def_property_readonly("endpoint", &Rail::endpoint);
 
   py::class_<Communicator, std::shared_ptr<Communicator>> communicator(m, "Communicator");

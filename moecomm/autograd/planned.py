@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from moecomm.arguments import check_rows, check_weights
+from moecomm.arguments import check_rows, check_weights, check_weights_of_rows
 from moecomm.autograd import functions as ops
 from moecomm.autograd.compiled import break_graph, outside_graph
 from moecomm.backends.base import TensorPlan
@@ -249,9 +249,8 @@ class _Planned(_Opened):
             self._check_handle(handle)
             check_rows("grad_rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
             if weights is not None:
-                rows_P, by_rank = (handle.num_rows,), handle.layout == "rank"
-                shape, letters = ((*rows_P, self.top_k), "(P, K)") if by_rank else (rows_P, "(P,)")
-                check_weights("grad_weights", weights, shape, letters, self.dtype, self.device)
+                given = weights, handle, self.top_k, self.dtype, self.device
+                check_weights_of_rows("grad_weights", *given)
             grad_x_TH, grad_weights_TK = backend.combine(handle.plan, rows, None, weights)
             assert grad_x_TH is not None
             return grad_x_TH, grad_weights_TK

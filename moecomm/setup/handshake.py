@@ -114,7 +114,8 @@ def connect(
 
     def join() -> None:
         node = [peers[rank] for rank in group_info.nodes.local_ranks(rendezvous.rank)]
-        made[0].connect(*bases, [str(peer["memory"]) for peer in node], [int(peer["pid"]) for peer in node])
+        connect: Any = made[0].connect
+        connect(*bases, [str(peer["memory"]) for peer in node], [int(peer["pid"]) for peer in node])
 
     try:
         rendezvous.step("construction: communicators", lambda: made.append(create()))

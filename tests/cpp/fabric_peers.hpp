@@ -58,7 +58,7 @@ inline void connect_lane(FabricTransport& lane, const std::vector<AddressBytes>&
 /// Peers of one process: connected by a thread each, then polled by whoever likes.
 struct Group {
   Group(int count, int64_t bytes, const FabricOptions& options) {
-    std::vector<std::vector<std::byte>> endpoint_addresses;
+    std::vector<AddressBytes> endpoint_addresses;
     for (int i = 0; i < count; ++i) {
       memory.push_back(std::make_unique<Memory>(bytes));
       remote.push_back(open_lane(options, memory.back()->base, bytes));

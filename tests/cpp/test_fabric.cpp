@@ -157,20 +157,18 @@ void bounds_case(const std::string& provider) {
 // ---- two processes
 
 /// Sends and receives whole byte strings over a socket pair.
-void tell(int fd, const std::vector<std::byte>& bytes) {
+void tell(int fd, const std::string& bytes) {
   const uint64_t count = bytes.size();
-  std::vector<std::byte> message(sizeof(count) + bytes.size());
-  std::memcpy(message.data(), &count, sizeof(count));
-  std::copy(bytes.begin(), bytes.end(), message.begin() + sizeof(count));
+  const std::string message = std::string(reinterpret_cast<const char*>(&count), sizeof(count)) + bytes;
   if (send(fd, message.data(), message.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(message.size()))
     std::perror("write to the other process"), std::_Exit(1);
 }
 
-std::vector<std::byte> hear(int fd) {
+std::string hear(int fd) {
   uint64_t count = 0;
   if (recv(fd, &count, sizeof(count), MSG_WAITALL) != sizeof(count) || count > 1 << 20)
     std::printf("the other process ended\n"), std::_Exit(1);
-  std::vector<std::byte> bytes(count);
+  std::string bytes(count, 0);
   if (count > 0 && recv(fd, bytes.data(), count, MSG_WAITALL) != static_cast<ssize_t>(count)) std::_Exit(1);
   return bytes;
 }
@@ -191,9 +189,9 @@ int with_peer(const std::function<void(int, int)>& body) {
   return status;
 }
 
-std::vector<std::vector<std::byte>> exchange_addresses(const FabricTransport& remote, int index, int fd) {
+std::vector<AddressBytes> exchange_addresses(const FabricTransport& remote, int index, int fd) {
   tell(fd, remote.endpoint_address());
-  std::vector<std::vector<std::byte>> endpoint_addresses{remote.endpoint_address(), hear(fd)};
+  std::vector<AddressBytes> endpoint_addresses{remote.endpoint_address(), hear(fd)};
   if (index == 1) std::swap(endpoint_addresses[0], endpoint_addresses[1]);
   return endpoint_addresses;
 }

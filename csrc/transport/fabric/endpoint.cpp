@@ -104,7 +104,7 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
     // The shm provider names its file in /dev/shm by the process id. That name may be taken: a killed process
     // has left its file, or a process in another container that shares the folder has the same id. Versions
     // after 1.17 then try another name; for older versions random digits are added here.
-    std::string name = reinterpret_cast<const char*>(address().data());
+    std::string name = address().c_str();
     name += ':';
     name += random_digits("the name of an endpoint");
     require(fi_setname(&endpoint_->fid, name.data(), name.size() + 1), "naming the endpoint");
@@ -124,10 +124,10 @@ const Registration& Endpoint::register_memory(void* base, int64_t bytes) {
   return registrations_.emplace_back(domain_.get(), endpoint_.get(), *info_, base, bytes);
 }
 
-std::vector<std::byte> Endpoint::address() const {
+std::string Endpoint::address() const {
   size_t bytes = 0;
   fi_getname(&endpoint_->fid, nullptr, &bytes);  // fails, and returns the length
-  std::vector<std::byte> name(bytes);
+  std::string name(bytes, 0);
   const int status = fi_getname(&endpoint_->fid, name.data(), &bytes);
   if (status != 0 || bytes == 0)
     throw Error(ErrorKind::unsupported,
@@ -136,17 +136,15 @@ std::vector<std::byte> Endpoint::address() const {
   return name;
 }
 
-fi_addr_t Endpoint::insert(const std::vector<std::byte>& address) {
+fi_addr_t Endpoint::insert(const std::string& address) {
   const size_t own = this->address().size();
   if (info_->addr_format != FI_ADDR_STR && address.size() != own)
     throw Error(ErrorKind::mismatched_arguments, text_of("fabric ", provider(), ": a peer's address has ",
                                                          address.size(), " bytes, this rank's ", own,
                                                          ": all ranks must use the same kind of address "
                                                          "(IPv4 or IPv6); MOECOMM_FABRIC_INTERFACE chooses"));
-  std::vector<std::byte> padded(address);
-  padded.resize(address.size() + 64);  // so that a text ends with a zero, whatever the peer sent
   fi_addr_t peer = FI_ADDR_NOTAVAIL;
-  const int inserted = fi_av_insert(addresses_.get(), padded.data(), 1, &peer, 0, nullptr);
+  const int inserted = fi_av_insert(addresses_.get(), address.c_str(), 1, &peer, 0, nullptr);
   if (inserted != 1)
     throw Error(ErrorKind::invalid_argument,
                 "fabric " + provider() + ": address " + print(address) + " is not taken" +
@@ -154,12 +152,10 @@ fi_addr_t Endpoint::insert(const std::vector<std::byte>& address) {
   return peer;
 }
 
-std::string Endpoint::print(const std::vector<std::byte>& address) const {
-  std::vector<std::byte> padded(address);
-  padded.resize(address.size() + 64);
+std::string Endpoint::print(const std::string& address) const {
   char text[256] = "";
   size_t bytes = sizeof(text);
-  fi_av_straddr(addresses_.get(), padded.data(), text, &bytes);
+  fi_av_straddr(addresses_.get(), address.c_str(), text, &bytes);
   text[sizeof(text) - 1] = 0;
   return text;
 }

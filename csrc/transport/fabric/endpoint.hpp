@@ -65,10 +65,10 @@ class Endpoint {
   void deregister() { registrations_.clear(); }
 
   /// The address that a peer passes to insert(): bytes, in general not text.
-  std::vector<std::byte> address() const;
-  fi_addr_t insert(const std::vector<std::byte>& address);
+  std::string address() const;
+  fi_addr_t insert(const std::string& address);
   /// Returns an address as text, for error messages.
-  std::string print(const std::vector<std::byte>& address) const;
+  std::string print(const std::string& address) const;
 
   /// Starts a put. Returns 0, -FI_EAGAIN or another error. `context` must stay valid until the put ends.
   ssize_t write(const void* source, size_t bytes, void* descriptor, uint32_t immediate, fi_addr_t peer,

@@ -18,25 +18,20 @@ static bool on_loopback(const std::string& interface) {
   return space != std::string::npos && is_loopback(interface.substr(space + 1));
 }
 
-std::vector<std::byte> EndpointAddress::to_bytes() const {
-  std::vector<std::byte> bytes;
-  const auto append = [&](const void* data, size_t count) {
-    const auto* const begin = static_cast<const std::byte*>(data);
-    bytes.insert(bytes.end(), begin, begin + count);
+std::string EndpointAddress::to_bytes() const {
+  std::string bytes;
+  const auto append = [&](const auto& data) {
+    bytes.append(reinterpret_cast<const char*>(&data), sizeof(data));
   };
-  append(static_cast<const EndpointFacts*>(this), sizeof(EndpointFacts));
-  const auto append_text = [&](const auto& text) {
-    const auto count = static_cast<uint32_t>(text.size());
-    append(&count, sizeof(count));
-    append(text.data(), count);
-  };
-  append_text(provider);
-  append_text(interface);
-  append_text(address);
+  append(static_cast<const EndpointFacts&>(*this));
+  for (const std::string& text : {provider, interface, address}) {
+    append(static_cast<uint32_t>(text.size()));
+    bytes += text;
+  }
   return bytes;
 }
 
-EndpointAddress EndpointAddress::from_bytes(const std::vector<std::byte>& bytes) {
+EndpointAddress EndpointAddress::from_bytes(const std::string& bytes) {
   size_t at = 0;
   const auto take = [&](void* to, size_t count) {
     if (bytes.size() - at < count)
@@ -44,17 +39,15 @@ EndpointAddress EndpointAddress::from_bytes(const std::vector<std::byte>& bytes)
     std::memcpy(to, bytes.data() + at, count);
     at += count;
   };
-  const auto take_text = [&](auto& text) {
-    uint32_t count = 0;
-    take(&count, sizeof(count));
-    text.resize(std::min<size_t>(count, bytes.size()));
-    take(text.data(), count);
-  };
   EndpointAddress endpoint_address;
   take(static_cast<EndpointFacts*>(&endpoint_address), sizeof(EndpointFacts));
-  take_text(endpoint_address.provider);
-  take_text(endpoint_address.interface);
-  take_text(endpoint_address.address);
+  for (std::string* text :
+       {&endpoint_address.provider, &endpoint_address.interface, &endpoint_address.address}) {
+    uint32_t count = 0;
+    take(&count, sizeof(count));
+    text->resize(std::min<size_t>(count, bytes.size()));
+    take(text->data(), count);
+  }
   return endpoint_address;
 }
 

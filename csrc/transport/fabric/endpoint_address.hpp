@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace moecomm::fabric {
 
@@ -31,13 +30,13 @@ static_assert(sizeof(EndpointFacts) == 72);
 
 struct EndpointAddress : EndpointFacts {
   std::string provider;
-  std::string interface;           ///< shown in messages: "eth0 192.0.2.7"
-  std::vector<std::byte> address;  ///< libfabric's address of the endpoint
+  std::string interface;  ///< shown in messages: "eth0 192.0.2.7"
+  std::string address;    ///< libfabric's address of the endpoint: bytes, in general not text
   bool operator==(const EndpointAddress&) const = default;
 
-  std::vector<std::byte> to_bytes() const;
+  std::string to_bytes() const;
   /// Error(invalid_argument) for bytes that are not a whole endpoint address.
-  static EndpointAddress from_bytes(const std::vector<std::byte>& bytes);
+  static EndpointAddress from_bytes(const std::string& bytes);
 };
 
 /// Throws Error(mismatched_arguments) if providers or protocols differ, or only one peer is on loopback.

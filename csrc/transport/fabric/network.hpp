@@ -22,7 +22,7 @@ struct FabricOptions {
   int64_t max_in_flight_bytes = int64_t{64} << 20;
 };
 
-using AddressBytes = std::vector<std::byte>;
+using AddressBytes = std::string;  ///< bytes, not text
 
 class Network : public Transport {
  public:

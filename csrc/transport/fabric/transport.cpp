@@ -169,7 +169,7 @@ void FabricTransport::take_completions(std::vector<TransportEvent>& events) {
 /// Removes the name of the shm provider's file in /dev/shm, which a killed process would leave there. Called
 /// when all peers have mapped the file, so that nobody needs the name. Does nothing with other providers.
 void FabricTransport::unlink_file() const {
-  const std::string name(reinterpret_cast<const char*>(own_.address.data()));
+  const std::string name(own_.address.c_str());
   if (const size_t scheme = name.find("://"); own_.provider == "shm" && scheme != std::string::npos)
     unlink(("/dev/shm/" + name.substr(scheme + 3)).c_str());
 }
