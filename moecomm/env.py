@@ -59,7 +59,7 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "timeout": (float, 0.001, 10**9),
     "threads": (int, 1, 4096),
     "ranks_per_node": (int, 1, 2**31 - 1),
-    "fabric_lanes": (int, 1, 64),  # kMostLanes in csrc/transport/fabric/provider.hpp
+    "fabric_lanes": (int, 1, 64),
     "first_epoch": (int, 1, 2**62),
     "fused_tokens": (int, 0, 2**31 - 1),
     "whole_sources": (int, 0, 2**31 - 1),

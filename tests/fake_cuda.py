@@ -46,7 +46,6 @@ class Attribute(enum.IntEnum):
 
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
-    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
 
 
 def _struct(**parts: Any) -> Any:
@@ -121,7 +120,7 @@ class FakeDriver:
     # -- structs ---------------------------------------------------------------------------------------------
 
     def CUmemAllocationProp(self) -> Any:
-        return _struct(type=0, requestedHandleTypes=0, location=_struct(type=0, id=-1), allocFlags=_struct())
+        return _struct(type=0, requestedHandleTypes=0, location=_struct(type=0, id=-1))
 
     def CUmemAccessDesc(self) -> Any:
         return _struct(location=_struct(type=0, id=-1), flags=0)

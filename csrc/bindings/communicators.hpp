@@ -46,7 +46,7 @@ inline tcp::JobId job_id(const std::string& bytes) {
 /// Makes the dict of statistics from `calls`, counted on the host, and `counters`, counted where rows move.
 template <class Calls, class Counters>
 pybind11::dict stats_dict(const Calls& calls, const Counters& counters,
-                          const std::vector<double>& late_seconds, const Proxy* proxy) {
+                          const std::vector<double>& late_seconds, Proxy* proxy) {
   pybind11::dict out;
   out["dispatch_calls"] = calls.dispatch_calls;
   out["dispatch_seconds"] = counters.dispatch_seconds;

@@ -131,10 +131,8 @@ void bind_communicator(py::module_& m) {
   py::class_<Rail>(m, "Rail")
       .def_property_readonly("endpoint_addresses",
                              [](const Rail& self) {
-                               py::list out;
-                               for (const fabric::AddressBytes& each : self.endpoint_addresses())
-                                 out.append(py::bytes(each));
-                               return out;
+                               const auto lanes = self.endpoint_addresses();
+                               return std::vector<py::bytes>(lanes.begin(), lanes.end());
                              })
       .def_property_readonly("endpoint", &Rail::endpoint);
 

@@ -62,7 +62,6 @@ class Proxy {
   std::string reason(int32_t peer) const;
   const TransportCaps& caps() const { return caps_; }
   WireStats& stats() { return stats_; }
-  const WireStats& stats() const { return stats_; }
 
   /// Ends the thread, which closes the connections to the rail, so that peers see the end even while handles
   /// and graphs keep this object alive. `drain`: the thread first waits until the rail has received all that

@@ -18,17 +18,9 @@ from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.base import (
-    Backend,
-    DispatchCall,
-    ExpertIndex,
-    PlanFields,
-    RawDispatch,
-    TensorPlan,
-    memory_of,
-)
+from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan, memory_of
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
-from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, release
+from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release
 from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
@@ -90,7 +82,7 @@ class CudaBackend(Backend):
                 whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
             )
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
-            self.plan_fields = PlanFields(**_C.device_plan_fields(shape))
+            self.plan_fields = plan_fields_of(shape)
             check_room(rendezvous, group_info, self.memory, self._gpu)
             dtypes = [dtype, self._weight_dtype, torch.int32, torch.int64, torch.float32]
             if self.wire_format is not None:

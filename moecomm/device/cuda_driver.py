@@ -40,8 +40,6 @@ class Gpu:
     """True if cuMemCreate and cuMemMap work."""
     posix_fd: bool
     """True if memory can be passed to processes of this host as file descriptors."""
-    rdma: bool
-    """True if network adapters can reach memory of cuMemCreate."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.bus_id}, {self.uuid})"
@@ -113,7 +111,6 @@ class Driver:
             bus_id=_text(self.call("cuDeviceGetPCIBusId", 32, device)),
             virtual_memory=offers("VIRTUAL_MEMORY_MANAGEMENT"),
             posix_fd=offers("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
-            rdma=offers("GPU_DIRECT_RDMA_WITH_CUDA_VMM"),
         )
 
     def devices(self) -> list[Any]:

@@ -8,15 +8,8 @@ memory:
     quantize_columns     (P, C) -> (C, Q), a scale a group and column    for sums over the rows of a group
     quantize_transposed  (L, A, B) -> (L, B, A), a scale a column        for sums over A
 
-The arithmetic is that of the wire format (docs/data_formats.md), for whole rows or columns instead of blocks
-of 128. Every operation is in float32 and rounds to nearest even:
-
-    scale = max(largest |x| / 448, 2^-126)      NaN does not count
-    value = e4m3(x * (1 / scale))               to nearest even, at most 448 in magnitude; NaN stays NaN
-
-value * scale differs from x by at most max(|x| / 16, scale / 1024) + |x| / 2^21. Zeros stay zeros, NaN
-affects no other value, and an infinity turns value * scale into NaN for all values that share its scale. CPU
-and GPU give the same bits (except the sign of a NaN).
+The arithmetic, and the bound of its errors, are those of the wire format "fp8" (docs/data_formats.md), for
+whole rows or columns instead of blocks of 128. CPU and GPU give the same bits (except the sign of a NaN).
 
 On CUDA tensors rows take one pass over memory, and so do columns of groups with up to 768 rows; further rows
 of a group are read twice (csrc/kernels/experts/quantize.cu). The host does not wait. All three functions are

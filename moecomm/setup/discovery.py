@@ -14,7 +14,7 @@ import torch
 
 import moecomm._C as _C
 from moecomm.device import cuda_driver
-from moecomm.device.cuda_driver import DriverError, Gpu
+from moecomm.device.cuda_driver import DriverError
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported
 from moecomm.setup.devices import default_threads, why_no_cuda
@@ -104,7 +104,12 @@ def gpus() -> Iterator[tuple[str, str]]:
             f"{info.name}, {info.total_memory / _GIB:.0f} GiB, {info.multi_processor_count} SMs, "
             f"compute capability {info.major}.{info.minor}",
         )
-    for index, gpu in enumerate(_driver_gpus()):
+    try:
+        driver = cuda_driver.load()
+        by_ordinal = [driver.gpu(device) for device in driver.devices()]
+    except (Unsupported, DriverError):  # no cuda-bindings, or no driver
+        by_ordinal = []
+    for index, gpu in enumerate(by_ordinal):
         shares = gpu.virtual_memory and gpu.posix_fd
         how = "file descriptors (ranks of this host)" if shares else "nothing that other processes can map"
         yield f"GPU {index} shares", f"memory as {how}"
@@ -115,15 +120,6 @@ def gpus() -> Iterator[tuple[str, str]]:
     for line in _command(["nvidia-smi", "nvlink", "--status"]):
         if line.strip():
             yield "link", line.strip()
-
-
-def _driver_gpus() -> list[Gpu]:
-    """Returns the GPUs by ordinal; none without cuda-bindings or a driver."""
-    try:
-        driver = cuda_driver.load()
-        return [driver.gpu(device) for device in driver.devices()]
-    except (Unsupported, DriverError):
-        return []
 
 
 def fabric() -> Iterator[tuple[str, str]]:

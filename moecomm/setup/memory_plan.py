@@ -12,10 +12,7 @@ from moecomm.env import Env
 from moecomm.errors import InvalidArgument
 
 NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
-    torch.float32: _C.DType.float32,
-    torch.bfloat16: _C.DType.bfloat16,
-    torch.float16: _C.DType.float16,
-    torch.float64: _C.DType.float64,
+    getattr(torch, name): native for name, native in _C.DType.__members__.items()
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
 """The dtypes of rows on GPUs, for the kernels of communicators and those of experts."""

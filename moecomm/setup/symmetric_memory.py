@@ -228,7 +228,6 @@ class SymmetricMemory:
         properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = int(self._device)
         properties.requestedHandleTypes = self._kind
-        properties.allocFlags.gpuDirectRDMACapable = int(self._gpu.rdma)
         return properties
 
     def _step(self, phase: str, action: Callable[[], Message | None]) -> list[Message]:

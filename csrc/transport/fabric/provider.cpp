@@ -283,7 +283,7 @@ std::vector<Info> choose_lanes(const ProviderOptions& options) {
   int lanes = options.lanes;
   if (lanes == 0) lanes = std::max(static_cast<int>(share.size()), copying_lanes(first.offer, options));
   std::vector<Info> chosen;
-  for (int lane = 0; lane < std::min(lanes, kMostLanes); ++lane) {
+  for (int lane = 0; lane < lanes; ++lane) {
     chosen.emplace_back(library().dupinfo(share[static_cast<size_t>(lane) % share.size()]->info));
     if (chosen.back() == nullptr)
       throw Error(ErrorKind::out_of_memory, "libfabric: no memory for a provider's description");

@@ -39,8 +39,6 @@ struct FreeInfo {
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
-constexpr int kMostLanes = 64;
-
 /// Chooses the provider and NIC for each lane (endpoint) of a rank. Lanes use the rank's NICs (share_of_nics)
 /// in turn. If no number is requested, there are as many lanes as NICs; over TCP, where a core copies each
 /// connection's bytes, up to eight if the ranks of the node leave enough cores. All lanes have the same
