@@ -35,11 +35,8 @@ using Float32 = Native<float>;
 using Float64 = Native<double>;
 
 template <class To, class From>
-To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
+To bit_cast(From from) {  // std::bit_cast would have external linkage
+  return __builtin_bit_cast(To, from);
 }
 
 struct BFloat16 {

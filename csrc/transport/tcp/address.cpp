@@ -45,4 +45,8 @@ std::string endpoint_text(const Address& address) {
   return (address.family() == AF_INET6 ? '[' + name + ']' : name) + ':' + port.data();
 }
 
+std::string peer_text(int32_t peer, const Address& address) {
+  return text_of("peer ", peer, " (", endpoint_text(address), ")");
+}
+
 }  // namespace moecomm::tcp

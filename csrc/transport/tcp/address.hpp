@@ -25,4 +25,7 @@ Address parse_endpoint(const std::string& what, const std::string& endpoint);
 
 std::string endpoint_text(const Address& address);
 
+/// A peer's name in messages, "peer 2 (10.0.0.3:4567)".
+std::string peer_text(int32_t peer, const Address& address);
+
 }  // namespace moecomm::tcp

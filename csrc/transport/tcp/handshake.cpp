@@ -92,15 +92,11 @@ void Handshake::give_up(double timeout_seconds) const {
   std::array<char, 32> seconds{};
   std::snprintf(seconds.data(), seconds.size(), "%g", timeout_seconds);
   throw Error(ErrorKind::peer_timeout,
-              std::string(kPhase) + ": no link to " + name(first) +
+              std::string(kPhase) + ": no link to " + peer_text(first, endpoints_[first]) +
                   (missing > 1 ? " and " + std::to_string(missing - 1) + " more" : "") + " within " +
                   seconds.data() + " s (" + (trouble.empty() ? "no answer" : trouble) +
                   "); its process has to run, and firewalls between the nodes have to let these ports pass",
               {.rank = self_, .peer = first, .phase = kPhase});
-}
-
-std::string Handshake::name(int32_t peer) const {
-  return text_of("peer ", peer, " (", endpoint_text(endpoints_[peer]), ")");
 }
 
 Hello Handshake::hello(int32_t from, int32_t to) const {
@@ -185,7 +181,7 @@ void Handshake::advance(Call& call) {
     return retry(call, "the call came back to itself");
   throw Error(
       ErrorKind::mismatched_arguments,
-      std::string(kPhase) + ": what answers for " + name(call.peer) +
+      std::string(kPhase) + ": what answers for " + peer_text(call.peer, endpoints_[call.peer]) +
           " is not that rank of this job; another program has that port, or a proxy stands between the nodes",
       {.rank = self_, .peer = call.peer, .phase = kPhase});
 }

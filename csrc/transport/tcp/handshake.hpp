@@ -61,7 +61,6 @@ class Handshake {
 
   bool complete() const;
   [[noreturn]] void give_up(double timeout_seconds) const;
-  std::string name(int32_t peer) const;
   Hello hello(int32_t from, int32_t to) const;
   bool say_hello(const Descriptor& fd, int32_t to) const;
   Read read_hello(Incoming& incoming) const;

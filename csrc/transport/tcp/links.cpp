@@ -79,10 +79,6 @@ Links::Links(const LinkOptions& options)
 
 Links::~Links() { close(kDestructorSeconds); }
 
-std::string Links::name(int32_t peer) const {
-  return text_of("peer ", peer, " (", endpoint_text(addresses_[peer]), ")");
-}
-
 void Links::connect(const std::vector<std::string>& endpoints, double timeout_seconds,
                     const std::function<void()>& interrupt) {
   if (!listener_)
@@ -184,7 +180,7 @@ void Links::receive(int32_t peer, std::vector<LinkEvent>& events) {
 }
 
 void Links::drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& events) {
-  events.push_back({LinkEvent::Kind::lost, peer, {}, name(peer) + ": " + why});
+  events.push_back({LinkEvent::Kind::lost, peer, {}, peer_text(peer, addresses_[peer]) + ": " + why});
   Link& link = links_[peer];
   const std::lock_guard lock(link.mutex);
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.fd.get(), nullptr);

@@ -97,7 +97,6 @@ class Links {
   };
 
   bool inherited() const { return generation_ != Descriptor::current_generation(); }
-  std::string name(int32_t peer) const;
   void stop_sending(Link& link, int error) noexcept;
   void receive(int32_t peer, std::vector<LinkEvent>& events);
   void drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& events);
