@@ -3,6 +3,7 @@ CPU rank."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 
 import moecomm._C as _C
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.setup.version import version_of
 
 _CAPABILITIES = (9, 10)
 """The major compute capabilities for which kernels are built (CMakeLists.txt)."""
@@ -24,7 +24,7 @@ def why_no_cuda() -> str | None:
         return "the CUDA part of this build has no kernels"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU that it can use"
-    if version_of("cuda-bindings") is None:
+    if not _has_driver_bindings():
         return "the package cuda-bindings is missing (pip install cuda-bindings)"
     major, minor = torch.cuda.get_device_capability()
     if major not in _CAPABILITIES:
@@ -33,6 +33,13 @@ def why_no_cuda() -> str | None:
             "have the 227 KiB of shared memory that the kernels take"
         )
     return None
+
+
+def _has_driver_bindings() -> bool:
+    try:
+        return importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # the package `cuda` itself is missing
+        return False
 
 
 def available_devices() -> tuple[str, ...]:

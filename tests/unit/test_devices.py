@@ -56,7 +56,7 @@ def test_a_gpu_without_kernels_is_refused(
     devices = moecomm.setup.devices
     monkeypatch.setattr(devices, "_C", SimpleNamespace(cuda_version="13.0", DeviceCommunicator=object))
     monkeypatch.setattr(discovery, "_C", SimpleNamespace(cuda_version="13.0", fabric_missing=lambda: None))
-    monkeypatch.setattr(devices, "version_of", lambda package: "13.0")
+    monkeypatch.setattr(devices, "_has_driver_bindings", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if capability[0] in (9, 10):
