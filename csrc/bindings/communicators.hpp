@@ -87,11 +87,12 @@ void bind_common(Class& bound, void (*interrupt)()) {
           py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("lanes"))
       .def(
           "connect_rail",
-          [interrupt](Communicator& self, Rail& rail,
-                      const std::vector<std::vector<fabric::AddressBytes>>& peers,
+          [interrupt](Communicator& self, Rail& rail, const std::vector<std::vector<py::bytes>>& peers,
                       const std::vector<std::string>& endpoints) {
+            std::vector<std::vector<fabric::AddressBytes>> addresses;
+            for (const std::vector<py::bytes>& peer : peers) addresses.emplace_back(peer.begin(), peer.end());
             const py::gil_scoped_release release;
-            rail.connect(peers, endpoints, interrupt);
+            rail.connect(addresses, endpoints, interrupt);
             self.connect_nodes(rail.take_network(), rail.take_links());
           },
           py::arg("rail"), py::arg("endpoint_addresses"), py::arg("endpoints"))
