@@ -163,20 +163,23 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def ratios_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the largest difference of each tensor, over its largest value."""
+    """Returns the largest difference of each tensor, over its largest value. For the gradient of a bias it is
+    over that of its module's weight, if that is larger: the terms of both have one size, and those of a
+    router's bias may nearly cancel."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    return {
-        name: float((found[name] - each).abs().max() / each.abs().max().clamp(min=1e-6))
-        for name, each in wanted.items()
-    }
+    most = {name: float(each.abs().max().clamp(min=1e-6)) for name, each in wanted.items()}
+    for name in most:
+        if name.endswith(".bias"):
+            most[name] = max(most[name], most.get(name.removesuffix("bias") + "weight", 0.0))
+    return {name: float((found[name] - each).abs().max()) / most[name] for name, each in wanted.items()}
 
 
 def differences(model: nn.Module, tokens: Tensor, plain: Plain, part: int, most: float) -> list[str]:
     """Runs a forward and backward of a part; returns what differs by more than `most` of the largest value
     from the logits, loss and gradients of one process.
 
-    A gradient whose terms nearly cancel, such as that of a router's bias, may differ by as much more as one
-    process itself is off: four times what its rounding makes beside float64, up to 1e-3, or to `most`.
+    A gradient whose terms nearly cancel, such as that of a norm, may differ by as much more as one process
+    itself is off: four times what its rounding makes beside float64, up to 1e-3, or to `most`.
     """
     names = ("logits", "loss")
     outputs = dict(zip(names, forward_backward(model, tokens), strict=True))
