@@ -79,12 +79,11 @@ class GraphedStep:
 
     The model has MoELayers, or is one of transformers whose experts moecomm runs (moecomm.transformers); such
     a model has run a forward before. In the graph every layer has room for `headroom` times the rows of
-    balanced routing. The device checks
-    whether all rows fitted, and ranks agree on the answer, with one host wait per step. If some did not fit,
-    the replay is undone, and the step runs once more without graph and capacity, so that nothing is dropped
-    (docs/graphs.md). A call does what `step_fn` does: it adds to the parameters' `grad`, changes buffers once
-    and advances the RNG by one step. A `grad` that was None becomes a tensor of the graph. The next call
-    overwrites that tensor, or adds to it if it is still the `grad`.
+    balanced routing. The device checks whether all rows fitted, and ranks agree on the answer, with one host
+    wait per step. If some did not fit, the replay is undone, and the step runs once more without graph and
+    capacity, so that nothing is dropped (docs/graphs.md). A call does what `step_fn` does: it adds to the
+    parameters' `grad`, changes buffers once and advances the RNG by one step. A `grad` that was None becomes
+    a tensor of the graph. The next call overwrites that tensor, or adds to it if it is still the `grad`.
 
     Args:
         step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts; it must not do what
@@ -473,7 +472,7 @@ def experts_of(model: nn.Module) -> list[GraphedExperts]:
         if isinstance(module, MoELayer):
             found.append(module)
         local = getattr(getattr(module, "moecomm", None), "local", None)  # of moecomm.transformers
-        if local is not None and local.comm is not None:
+        if local is not None and local.comm is not None and local not in found:  # wrappers have it, too
             found.append(local)
     return found
 
