@@ -249,6 +249,12 @@ def _require(config: Any, name: str, holds: bool, bound: str) -> None:
         raise InvalidArgument(f"{of}.{name} is {getattr(config, name)!r}, must be {bound}")
 
 
+def require_config(config: Any) -> None:
+    """Raises InvalidArgument if `config` is not a MoEConfig."""
+    if not isinstance(config, MoEConfig):
+        raise InvalidArgument(f"config is a {type(config).__name__}, must be a MoEConfig")
+
+
 def values_that_agree(config: MoEConfig) -> dict[str, str]:
     """Returns, as text by field, the values of a config that must be the same on all ranks: all but
     `products`, which decides how a rank computes, but not its result."""

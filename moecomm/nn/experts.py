@@ -30,7 +30,7 @@ from moecomm.kernels.parameters import (
     ranks_of_shards,
     splits_of,
 )
-from moecomm.nn.config import MoEConfig
+from moecomm.nn.config import MoEConfig, require_config
 from moecomm.parallel.records import accept_interleaved, require_same_experts, says
 from moecomm.types import DispatchOutput
 
@@ -102,6 +102,7 @@ class GroupedExperts(nn.Module):
         products_on: torch.device | None = None,
     ) -> None:
         super().__init__()
+        require_config(config)
         part = part or ExpertPart()
         ffn, rest = divmod(config.ffn_hidden, part.of)
         if rest or not 0 <= part.number < part.of:
@@ -316,6 +317,7 @@ class SharedExperts(nn.Module):
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
+        require_config(config)
         self.config = config
         width = config.num_shared_experts * config.ffn_hidden
         inner = width * INPUTS[config.activation]

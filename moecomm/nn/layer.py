@@ -21,7 +21,7 @@ from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.outside_autocast import without_autocast
 from moecomm.kernels.parameters import ExpertPart
 from moecomm.kernels.routing import prepare_layer
-from moecomm.nn.config import MoEConfig, OverlapConfig, values_that_agree
+from moecomm.nn.config import MoEConfig, OverlapConfig, require_config, values_that_agree
 from moecomm.nn.expert_pass import PassContext, Plans, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts, adopt_experts, combine_own_experts
 from moecomm.nn.guards import check_settings, refuse_own_settings, watchers_of
@@ -105,9 +105,9 @@ class MoELayer(nn.Module):
         group = expert_ranks.expert_group(group, mesh, ep_dim)
         together = comm is None  # with a comm one rank may build its layer alone, after a restart
         with expert_ranks.told(group, folding, comm):
-            for name, value, kind in (("config", config, MoEConfig), ("comm", comm, Communicator)):
-                if not isinstance(value, kind) and (value is not None or name == "config"):
-                    raise InvalidArgument(f"{name} is a {type(value).__name__}, must be a {kind.__name__}")
+            require_config(config)
+            if comm is not None and not isinstance(comm, Communicator):
+                raise InvalidArgument(f"comm is a {type(comm).__name__}, must be a Communicator")
             if loss_group is not None and (folding is not None or config.aux_loss != "global"):
                 only = "None with a folding, and without aux_loss='global'"
                 raise InvalidArgument(f"loss_group is {loss_group!r}, must be {only}")

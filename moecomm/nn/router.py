@@ -19,7 +19,7 @@ from moecomm.kernels import choices
 from moecomm.kernels.outside_autocast import matmul, without_autocast
 from moecomm.kernels.parameters import init_shared_weight
 from moecomm.kernels.routing import route, routes_here
-from moecomm.nn.config import MoEConfig
+from moecomm.nn.config import MoEConfig, require_config
 from moecomm.nn.losses import SequenceSums, StepCounts, expert_sums, loss_of_counts, loss_of_sequences, z_loss
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -82,6 +82,7 @@ class TopKRouter(nn.Module):
     ) -> None:
         """balance: sums the balancing loss's counts over ranks; None: the loss is over this rank alone."""
         super().__init__()
+        require_config(config)
         if config.limit_nodes is not None:
             raise InvalidArgument(
                 f"limit_nodes is {config.limit_nodes} and a router does not know the nodes: "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moecomm import InvalidArgument
-from moecomm.nn import MoEConfig
+from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter
 
 SIZES = {"hidden": 16, "ffn_hidden": 32, "num_experts": 8, "top_k": 2}
 
@@ -103,3 +103,9 @@ def test_refuses_a_limit_below_top_k() -> None:
     assert config.for_nodes(2).topk_groups == 1
     with pytest.raises(InvalidArgument, match=r"MoEConfig\.limit_nodes is 1, must be .* 2 experts each"):
         config.for_nodes(4)
+
+
+@pytest.mark.parametrize("kind", [GroupedExperts, SharedExperts, TopKRouter])
+def test_a_config_that_is_none(kind: Any) -> None:
+    with pytest.raises(InvalidArgument, match="config is a int, must be a MoEConfig"):
+        kind(3)
