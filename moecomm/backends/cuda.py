@@ -356,17 +356,19 @@ class CudaBackend(Backend):
         out_PH, dots_P = self._empty((plan.rows, self.hidden), self.dtype), None
         if other_PH is not None:
             dots_P = self._empty((plan.rows,), self._weight_dtype).zero_()
-        self._announced = True
+        plan_address, out_address = self._plan_address(plan), self._address(out_PH)
+        dots_address = self._address(dots_P)
+        self._announced = True  # after all that may raise on this rank alone
         self._native.redispatch(
-            self._plan_address(plan),
+            plan_address,
             self._layouts[plan.layout],
             rows_address,
             plan.tokens,
             plan.rows,
-            self._address(out_PH),
+            out_address,
             scales_address,
             other_address,
-            self._address(dots_P),
+            dots_address,
             gradients and scales_P is None and other_PH is None,
             self._raw_stream,
         )
@@ -424,17 +426,19 @@ class CudaBackend(Backend):
             y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
         if weight_grads is not None:
             grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
-        self._announced = True
+        plan_address = self._plan_address(plan)
+        y_address, grads_to = self._address(y_TH), self._address(grads_TK)
+        self._announced = True  # after all that may raise on this rank alone
         self._native.combine(
-            self._plan_address(plan),
+            plan_address,
             self._layouts[plan.layout],
             rows_address,
             weights_address,
             token_weights,
             plan.tokens,
-            self._address(y_TH),
+            y_address,
             grads_address,
-            self._address(grads_TK),
+            grads_to,
             forward,
             held,
             self._raw_stream,

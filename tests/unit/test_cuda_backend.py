@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moecomm
 from moecomm.errors import InvalidArgument, Unsupported
@@ -461,6 +462,21 @@ class TestErrors:
             comm.combine(out.tokens, out.handle)
         assert native.calls[-1] == "fail@100" and native.failed is not None
         assert native.failed[0] == "out_of_memory"
+
+    def test_results_without_memory(self) -> None:
+        """Within a FakeTensorMode the rows have memory, what is made for the results has none."""
+        comm, native, _ = opened()
+        x_TH, ids_TK, _ = make_inputs()
+        out = comm.dispatch(x_TH, ids_TK)
+        for call in (
+            lambda: comm.combine(out.tokens, out.handle),
+            lambda: comm.redispatch(x_TH, out.handle),
+        ):
+            native.failed = None
+            told = pytest.raises(moecomm.InvalidArgument, match=r"a FakeTensor of shape .* has no memory")
+            with told, FakeTensorMode(allow_non_fake_inputs=True):
+                call()
+            assert native.failed is not None and "has no memory" in native.failed[1]
 
 
 def test_statistics_begin_again() -> None:
