@@ -116,6 +116,17 @@ def test_products_of_quantised_operands(rank: int, world_size: int, seed: int) -
         _check_products(rows, a, b, ends, seed)
 
 
+def test_both_operands_of_each_product_are_quantised(seed: int) -> None:
+    rows, weight, grad = operands(seed, torch.bfloat16)
+    products, ends = Fp8Products(), ends_of([9, 9, 20, 50])
+    y = scaled_grouped_mm(quantize_rows(rows, ends), quantize_transposed(weight), ends)
+    assert torch.equal(products.grouped_mm(rows, weight, ends), y)
+    dx = scaled_grouped_mm(quantize_rows(grad, ends), quantize_rows(weight), ends)
+    assert torch.equal(products.grouped_mm_dgrad(grad, weight, ends), dx)
+    dw = scaled_grouped_mm_wgrad(quantize_columns(rows, ends), quantize_columns(grad, ends))
+    assert torch.equal(products.grouped_mm_wgrad(rows, grad, ends), dw)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_experts_beside_plain_ones(activation: str, dtype: torch.dtype, seed: int) -> None:

@@ -158,6 +158,37 @@ def test_no_operator_is_left_out_without_tokens(
     assert runs == [(["dispatch", "combine", "combine"], backward)] * len(runs)
 
 
+def test_tokens_make_a_chain(comm: moecomm.Communicator) -> None:
+    """Every operator in the graph, forward and backward, takes the token of the one before it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    def program(x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        outs = [comm.dispatch(x_TH * i, ids_TK, capacity=CAPACITY) for i in range(1, 4)]
+        return sum((comm.combine(out.tokens, out.handle) for out in outs), x_TH.new_zeros(()))
+
+    x_TH, ids_TK, _ = _inputs(grad=True)
+    torch.compile(program, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(x_TH, ids_TK).sum()
+    (graph,) = graphs
+    program(x_TH, ids_TK).sum().backward()
+    before = None
+    found = 0
+    for node in graph.graph.nodes:
+        if "moecomm" not in str(node.target):
+            continue
+        assert str(node.target).endswith("_in_order.default"), node.target
+        if before is not None:
+            token = node.args[0]
+            assert token.target.__name__ == "getitem" and token.args == (before, 0)
+        before, found = node, found + 1
+    assert found == 6
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_views_of_a_plan_are_first_read_in_a_graph(device: str, request: pytest.FixtureRequest) -> None:
     if device == "cuda":
