@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -96,7 +98,8 @@ class GraphedStep:
             for `headroom` times (at least once) what the fullest needed, relative to balanced routing. Each
             capture costs the warm-up, and larger tensors.
         group: the ranks that agree; contains all ranks with which `step_fn` communicates. None: the only
-            group of all layers' communicators; then no layer may have aux_loss "sequence" or "global".
+            group of all layers' communicators; then no layer may have aux_loss "sequence" or "global". If
+            ranks share experts of transformers, None means all ranks: copies of the experts run together.
         warmup: number of runs before the first capture; at least one. Later captures take one. They change
             no state.
         report_every: without `grows` a warning is logged for the first overflow, then for each
@@ -104,9 +107,10 @@ class GraphedStep:
         recorder: records and replays the step; None: as a CUDA graph.
 
     A call raises InvalidArgument, on this rank alone, if inputs have another shape, dtype or device than at
-    first, if the model is in another mode (`eval()`), or if parameters were frozen or unfrozen since. It also
-    raises errors of `step_fn`, and those of `Communicator.check` except CapacityExceeded. Errors after a
-    step's last dispatch are raised by the next call. After an error the parameters' `grad` is as before.
+    first, if the model is in another mode (`eval()`), or if parameters were frozen, unfrozen or moved to
+    other memory since. It also raises errors of `step_fn`, and those of `Communicator.check` except
+    CapacityExceeded. Errors after a step's last dispatch are raised by the next call. After an error the
+    parameters' `grad` is as before.
     Construction raises Unsupported if the model is not on a GPU and no recorder is given.
 
     Attributes:
@@ -154,8 +158,11 @@ class GraphedStep:
         self._comms = self._communicators()
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._exact = [None] * len(layers)  # without capacities outputs have exactly the rows that arrive
+        self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        self._reshard()
         self._every = self._parameters = list(model.parameters())
         self._trains: list[bool] = []
+        self._addresses: list[int] = []
         self._training = model.training
         self._overflow_check = OverflowCheck(self.device, self._group(group))
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
@@ -179,17 +186,13 @@ class GraphedStep:
                 f"model.training is {self._model.training}, must be {self._training}, as captured: call "
                 f"model.train({self._training}) before the step"
             )
-        for each, trained in zip(self._every, self._trains, strict=True):
-            if each.requires_grad != trained:
-                raise InvalidArgument(
-                    f"a parameter of shape {tuple(each.shape)} has requires_grad={not trained}, must have "
-                    f"{trained}, as captured: make another GraphedStep"
-                )
+        self._check_parameters()
         self._copy_inputs(inputs)
         if self._replay is None:  # the capacities have grown
             self._prepare(inputs)
             self._copy_inputs(inputs)
         assert self._replay is not None
+        self._reshard()
         before = self._before()
         try:
             done, needed = self._replay_and_check(self._replay)
@@ -238,7 +241,9 @@ class GraphedStep:
                 "group is None and a layer has aux_loss 'sequence' or 'global', whose ranks may be others "
                 "than those of its communicator: pass a group that has all ranks which take part in a step"
             )
-        return next(iter(groups.values()))
+        found = next(iter(groups.values()))
+        # FSDP2 of transformers joins ranks that have copies of the same experts.
+        return found if found is None or len(self._own) == len(self._layers) else dist.group.WORLD
 
     def _prepare(self, inputs: tuple[Any, ...]) -> None:
         """Makes the static inputs, warms the step up without changing state, and captures it."""
@@ -280,6 +285,8 @@ class GraphedStep:
             self._set_random(before.random)
             self._comms = self._communicators()  # a larger batch outside of the steps may have changed them
             self._replay = self._recorder.record(self._body)
+            with torch.no_grad():
+                self._addresses = [_address(each) for each in self._every]
             self.captures += 1
         except BaseException:
             with torch.no_grad():
@@ -289,6 +296,31 @@ class GraphedStep:
         finally:
             self._set_random(before.random)
             self._put_grads(before.grads)
+
+    def _check_parameters(self) -> None:
+        """Raises InvalidArgument if parameters are not as they were when the step was captured."""
+        with torch.no_grad():
+            addresses = [_address(each) for each in self._every]
+        for each, trained, before, now in zip(
+            self._every, self._trains, self._addresses, addresses, strict=True
+        ):
+            of_shape = f"a parameter of shape {tuple(each.shape)}"
+            if each.requires_grad != trained:
+                raise InvalidArgument(
+                    f"{of_shape} has requires_grad={not trained}, must have {trained}, as captured: make "
+                    "another GraphedStep"
+                )
+            if now != before:
+                raise InvalidArgument(
+                    f"{of_shape} lies in other memory than captured, as after model.to() or "
+                    "load_state_dict(assign=True): make another GraphedStep"
+                )
+
+    def _reshard(self) -> None:
+        """Has FSDP2 drop the gathered weights that a forward without backward has left. A replay would not
+        do so, and the next forward outside of it would take them for the present ones."""
+        for each in self._sharded:
+            each.reshard()
 
     def _copy_inputs(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self._inputs):

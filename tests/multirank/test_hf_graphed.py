@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments, set_seed
 
 from moecomm import InvalidArgument, Unsupported
@@ -17,7 +18,7 @@ from moecomm.graphs import GraphedStep
 from moecomm.transformers import Graphed, graphed
 from moecomm.transformers.experts import LocalExperts
 from tests.multirank.conftest import own_pool
-from tests.multirank.hf_models import EXPERTS, batch_of, load_parallel, saved_once
+from tests.multirank.hf_models import EXPERTS, batch_of, gradients_of, load_parallel, ratios_of, saved_once
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_transformers import _train, folders
 from tests.played import Played
@@ -107,6 +108,74 @@ def test_batches_of_another_shape(rank: int, size: int, folders: Path, seed: int
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
     assert len(losses[0]) == 16
     assert 4 <= GraphedTrainer.last.graphed_step.replays <= 12  # of one of the shapes
+
+
+def _forward_backward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach()
+
+
+@on_ranks(2)
+def test_evaluation_between_steps(rank: int, size: int, folders: Path, seed: int) -> list[str]:
+    """FSDP2 keeps the gathered weights of a forward without backward, which no replay drops: they have to be
+    gone before each."""
+    folder, tokens = saved_once(folders, "qwen3_moe"), batch_of(rank, seed)
+    model = _load(folder, 2).train()
+
+    class Replays(Played):
+        def record(self, run: Any) -> Any:
+            def replay() -> Any:
+                assert all(isinstance(each, DTensor) for each in model.parameters()), "weights are gathered"
+                return run()
+
+            return replay
+
+    _forward_backward(model, tokens)
+    wanted = gradients_of(model)
+    step = None
+    for _ in range(3):
+        model.zero_grad()
+        with torch.no_grad():
+            model.eval()(tokens)
+        assert not all(isinstance(each, DTensor) for each in model.parameters())
+        model.train()
+        if step is None:
+            given = functools.partial(_forward_backward, model)
+            step = GraphedStep(given, model, headroom=9.0, recorder=Replays())
+        step(tokens)
+    ratios = ratios_of(gradients_of(model), wanted)
+    return [f"{name}: {ratio:.1e}" for name, ratio in ratios.items() if ratio > 1e-5]
+
+
+@on_ranks(4)
+def test_copies_of_experts(rank: int, size: int, folders: Path, seed: int) -> None:
+    """All ranks run a step again, also those whose own experts' rows fit: FSDP2 gathers over all of them."""
+    model = load_parallel(saved_once(folders, "qwen3_moe"), "moecomm", fsdp_size=4, ep_size=2).train()
+    tokens = batch_of(rank, seed)
+    losses = [_forward_backward(model, tokens)]
+    step = GraphedStep(functools.partial(_forward_backward, model), model, headroom=9.0, recorder=Played())
+    losses.append(step(tokens))
+    # Not by too little headroom: on the CPU a dispatch would end the step of its ranks, and leave the others.
+    read = step._overflow_check.read
+    with mock.patch.object(step._overflow_check, "read", lambda rows: read(99 if rank >= 2 else rows)):
+        losses.append(step(tokens))
+    assert step.overflows == 1
+    assert torch.allclose(losses[0], torch.stack(losses[1:]))
+
+
+@on_ranks(1)
+def test_parameters_that_moved(rank: int, size: int, folders: Path, seed: int) -> None:
+    model, tokens = _load(saved_once(folders, "qwen3_moe"), 1).train(), batch_of(0, seed)
+    _forward_backward(model, tokens)
+    step = GraphedStep(functools.partial(_forward_backward, model), model, recorder=Played())
+    step(tokens)
+    weight = model.lm_head.weight
+    kept, weight.data = weight.data, weight.data.clone()
+    with pytest.raises(InvalidArgument, match=r"shape \(96, 32\) lies in other memory than captured"):
+        step(tokens)
+    weight.data = kept
+    step(tokens)
 
 
 @on_ranks(2)
