@@ -23,22 +23,26 @@ class Graphed:
         class Trainer(moecomm.transformers.Graphed, transformers.Trainer): ...
 
     moecomm runs the model's experts: the model was loaded with `ep_implementation="moecomm"` or
-    `experts_implementation="moecomm"`. The first batch runs as usual, and the second is captured. Batches of
-    another shape than the second's run as usual; if only some of the ranks that share experts have such a
-    batch, all raise MismatchedArguments. `compute_loss` must not read values on the host. Gradient
-    checkpointing needs `preserve_rng_state=False`, and no `keep_plans`. List this class before the Trainer.
+    `experts_implementation="moecomm"`. The first batch that has the shape of the batch before it is captured,
+    and further batches of this shape are replayed. All others run as usual; if only some of the ranks that
+    share experts have such a batch, all raise MismatchedArguments. `compute_loss` must not read values on the
+    host, and what Python decides in it, by the number of the step for example, stays as it was at the
+    capture. Gradient checkpointing needs `preserve_rng_state=False`, and no `keep_plans`. List this class
+    before the Trainer.
 
     Training raises Unsupported, on all ranks, on a CPU, under DistributedDataParallel, DataParallel,
-    DeepSpeed and accelerate's FSDP, and with gradient_accumulation_steps above 1 on several ranks.
+    DeepSpeed and accelerate's FSDP, with gradient_accumulation_steps above 1 on several ranks, with an
+    optimizer that changes weights within the backward (lomo, layerwise), and with torch_empty_cache_steps.
 
     Attributes:
-        graphed_step: the GraphedStep; None before the second batch.
+        graphed_step: the GraphedStep; None before the first capture. Set it to None after a change to the
+            model that replays would not see: the next batch is captured anew.
         recorder: the recorder of the GraphedStep; None: CUDA graphs.
     """
 
     graphed_step: GraphedStep | None = None
     recorder: Recorder | None = None
-    _has_run = False
+    _ran: Any = None
     _kind: tuple[Any, ...] = ()
 
     def training_step(
@@ -46,26 +50,28 @@ class Graphed:
     ) -> Tensor:
         trainer: Any = self
         plain: Callable[..., Tensor] = super().training_step  # type: ignore[misc]
-        if not self._has_run:
-            self._has_run = True
-            _require_one_step(trainer, model, self.recorder)
-            return plain(model, inputs, num_items_in_batch)
+        _require_one_step(trainer, model, self.recorder)
+        if self._ran is not model:  # the first batch; or train() has made another model (model_init)
+            self._ran, self.graphed_step, self._kind = model, None, ()
         given = {**trainer._prepare_inputs(inputs), _ITEMS: num_items_in_batch}
         if isinstance(num_items_in_batch, int):  # else it would be a constant of the graph
             given[_ITEMS] = torch.tensor(num_items_in_batch, device=trainer.args.device)
         constants = trainer.current_gradient_accumulation_steps, trainer.compute_loss_func is None
         kind = (*constants, *((name, _kind_of(each)) for name, each in given.items()))
-        model.train()
+        if kind != self._kind:
+            if self.graphed_step is None:
+                self._kind = kind
+            return plain(model, inputs, num_items_in_batch)
+        model.train()  # this and the next, which evaluations undo, replays do not
+        if callable(train := getattr(trainer.optimizer, "train", None)):
+            train()
         if self.graphed_step is None:
 
             def step_fn(*values: Any) -> Tensor:
                 batch = dict(zip(given, values, strict=True))
                 return plain(model, batch, batch.pop(_ITEMS))
 
-            self._kind = kind
             self.graphed_step = GraphedStep(step_fn, model, grows=True, recorder=self.recorder)
-        if kind != self._kind:
-            return plain(model, inputs, num_items_in_batch)
         loss: Tensor = self.graphed_step(*given.values())
         return loss
 
@@ -80,6 +86,11 @@ def _require_one_step(trainer: Any, model: Any, recorder: Recorder | None) -> No
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         how = "load the model by distributed_config, or start one process on one GPU, without torchrun"
         raise Unsupported(f"Graphed with {type(model).__name__}: {how}")
+    optim = trainer.args.optim
+    if "lomo" in optim or "layerwise" in optim:
+        raise Unsupported(f"Graphed with optim={optim.value!r}, which changes weights within the backward")
+    if trainer.args.torch_empty_cache_steps is not None:
+        raise Unsupported("Graphed with torch_empty_cache_steps, must be None: a graph cannot free memory")
     if accumulates > 1 and trainer.args.world_size > 1:
         raise Unsupported(
             f"Graphed with gradient_accumulation_steps={accumulates} on {trainer.args.world_size} ranks, "
