@@ -211,6 +211,47 @@ def test_another_model_and_longer_batches(rank: int, size: int, folders: Path, s
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+class WithPairs(Trainer):
+    """Its batches have a list of tensors, from which the loss takes a factor."""
+
+    def compute_loss(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        factors = inputs.pop("factors")
+        return super().compute_loss(model, inputs, *rest, **options) * factors[0].mean()
+
+
+@on_ranks(1)
+def test_batches_with_lists(rank: int, size: int, folders: Path, seed: int) -> None:
+    """They run as usual: a graph would keep the first list's tensors."""
+    folder, losses = saved_once(folders, "qwen3_moe"), []
+    tokens = batch_of(0, seed)
+    for kind in (WithPairs, type("GraphedPairs", (Graphed, WithPairs), {"recorder": Played()})):
+        arguments = TrainingArguments(
+            str(folders / "out"),
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            per_device_train_batch_size=1,
+            logging_steps=1,
+            max_steps=4,
+            save_strategy="no",
+            remove_unused_columns=False,
+        )
+        made = kind(
+            model=_load(folder, 1),
+            args=arguments,
+            train_dataset=[1.0, 2.0, 3.0, 4.0],
+            data_collator=lambda rows: {
+                "input_ids": tokens,
+                "labels": tokens,
+                "factors": [torch.tensor([1.0, rows[0]])],
+            },
+        )
+        made.train()
+        losses.append([each["loss"] for each in made.state.log_history if "loss" in each])
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
+    assert len(losses[0]) == 4 and made.graphed_step is None
+
+
 @on_ranks(1)
 def test_an_optimizer_with_modes(rank: int, size: int, folders: Path, seed: int) -> None:
     """Evaluation puts it into its other mode; a replay does not bring it back, so the Trainer has to."""
