@@ -285,8 +285,7 @@ class GraphedStep:
             self._set_random(before.random)
             self._comms = self._communicators()  # a larger batch outside of the steps may have changed them
             self._replay = self._recorder.record(self._body)
-            with torch.no_grad():
-                self._addresses = [_address(each) for each in self._every]
+            self._addresses = [_address(each) for each in self._every]
             self.captures += 1
         except BaseException:
             with torch.no_grad():
@@ -299,21 +298,16 @@ class GraphedStep:
 
     def _check_parameters(self) -> None:
         """Raises InvalidArgument if parameters are not as they were when the step was captured."""
-        with torch.no_grad():
-            addresses = [_address(each) for each in self._every]
-        for each, trained, before, now in zip(
-            self._every, self._trains, self._addresses, addresses, strict=True
-        ):
-            of_shape = f"a parameter of shape {tuple(each.shape)}"
+        for each, trained, address in zip(self._every, self._trains, self._addresses, strict=True):
             if each.requires_grad != trained:
                 raise InvalidArgument(
-                    f"{of_shape} has requires_grad={not trained}, must have {trained}, as captured: make "
-                    "another GraphedStep"
+                    f"a parameter of shape {tuple(each.shape)} has requires_grad={not trained}, must have "
+                    f"{trained}, as captured: make another GraphedStep"
                 )
-            if now != before:
+            if _address(each) != address:
                 raise InvalidArgument(
-                    f"{of_shape} lies in other memory than captured, as after model.to() or "
-                    "load_state_dict(assign=True): make another GraphedStep"
+                    f"a parameter of shape {tuple(each.shape)} lies in other memory than captured, as after "
+                    "model.to() or load_state_dict(assign=True): make another GraphedStep"
                 )
 
     def _reshard(self) -> None:
@@ -523,7 +517,7 @@ def _capacity(layer: GraphedExperts, headroom: float) -> int:
 
 def _address(tensor: Tensor) -> int:
     """Returns the address of a tensor's elements, of a DTensor those of this rank."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()  # to_local() is slow
 
 
 def _kind(value: Any) -> str:

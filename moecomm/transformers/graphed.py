@@ -25,10 +25,10 @@ class Graphed:
     moecomm runs the model's experts: the model was loaded with `ep_implementation="moecomm"` or
     `experts_implementation="moecomm"`. The first batch that has the shape of the batch before it is captured,
     and further batches of this shape are replayed. All others run as usual; if only some of the ranks that
-    share experts have such a batch, all raise MismatchedArguments. `compute_loss` must not read values on the
-    host, and what Python decides in it, by the number of the step for example, stays as it was at the
-    capture. Gradient checkpointing needs `preserve_rng_state=False`, and no `keep_plans`. List this class
-    before the Trainer.
+    share experts have such a batch, the ranks raise MismatchedArguments, or PeerTimeout. `compute_loss` must
+    not read values on the host, and what Python decides in it, by the number of the step for example, stays
+    as it was at the capture. Gradient checkpointing needs `preserve_rng_state=False`, and no `keep_plans`.
+    List this class before the Trainer.
 
     Training raises Unsupported, on all ranks, on a CPU, under DistributedDataParallel, DataParallel,
     DeepSpeed and accelerate's FSDP, with gradient_accumulation_steps above 1 on several ranks, with an
