@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map
 
 from moecomm.arguments import require_integer, require_number
 from moecomm.communicator import Communicator
-from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
+from moecomm.errors import CapacityExceeded, InvalidArgument
 from moecomm.graphs.overflow_check import OverflowCheck
-from moecomm.graphs.recorder import CudaRecorder, Recorder
+from moecomm.graphs.recorder import CudaRecorder, Recorder, require_gpu
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.nn.router import rows_at_worst
 from moecomm.types import AnyGroup, DispatchOutput, Group, as_group
@@ -41,7 +41,7 @@ class Needed(NamedTuple):
 
 
 class GraphedExperts(Protocol):
-    """What a GraphedStep needs of a MoELayer, and of the experts of a layer of another library."""
+    """The attributes by which a GraphedStep uses a MoELayer, or the experts of a model of transformers."""
 
     comm: Communicator
     capacity: int | None
@@ -145,8 +145,8 @@ class GraphedStep:
                 "part of main_grad that it added would stay"
             )
         self.device = layers[0].comm.device
-        if recorder is None and self.device.type != "cuda":
-            raise Unsupported(f"the model is on {self.device}: a step is captured on a GPU only")
+        if recorder is None:
+            require_gpu(self.device)
         for name, value, least in (("warmup", warmup, 1), ("report_every", report_every, 1)):
             require_integer(name, value, least)
         require_number("headroom", headroom, lambda number: number > 0, "more than 0")

@@ -8,6 +8,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from moecomm.errors import Unsupported
+
 Result = TypeVar("Result")
 
 
@@ -20,6 +22,12 @@ class Recorder(Protocol):
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
         """Records `run`; returns a function that replays it and returns its result, possibly in the same
         tensors each time."""
+
+
+def require_gpu(device: torch.device) -> None:
+    """Raises Unsupported if a model on `device` cannot be captured."""
+    if device.type != "cuda":
+        raise Unsupported(f"the model is on {device.type}: a step is captured on a GPU only")
 
 
 class CudaRecorder:

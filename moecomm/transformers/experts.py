@@ -138,13 +138,11 @@ class LocalExperts:
         if kept is not None and isinstance(kept.state, DispatchOutput):
             comm, out = kept.comm, dispatch_again(kept, x_TH, weights_TK)
         else:
-            capacity = self._capacity(shared, ids_TK)
-            if dtype is None:  # a module's own forward takes no rows that are unspecified
-                if self.capacity is not None:
-                    raise Unsupported(
-                        f"a GraphedStep with {type(self._experts).__name__}, which runs its own forward"
-                    )
-                capacity = None
+            if dtype is None and self.capacity is not None:
+                name = type(self._experts).__name__
+                raise Unsupported(f"a GraphedStep with {name}, which runs its own forward")
+            # A module's own forward takes no rows that are unspecified.
+            capacity = None if dtype is None else self._capacity(shared, ids_TK)
             comm, out = shared.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
             keep_dispatch(ids_TK, comm, out)
             self.comm = comm

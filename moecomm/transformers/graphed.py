@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from moecomm.errors import Unsupported
 from moecomm.graphs import GraphedStep
-from moecomm.graphs.recorder import Recorder
+from moecomm.graphs.recorder import Recorder, require_gpu
 
 _ITEMS = "num_items_in_batch"
 
@@ -78,9 +78,9 @@ class Graphed:
 
 def _require_one_step(trainer: Any, model: Any, recorder: Recorder | None) -> None:
     """Raises Unsupported unless forward and backward of a batch can be one graph."""
-    device, accumulates = trainer.args.device, trainer.args.gradient_accumulation_steps
-    if recorder is None and device.type != "cuda":
-        raise Unsupported(f"the model is on {device.type}: a step is captured on a GPU only")
+    accumulates = trainer.args.gradient_accumulation_steps
+    if recorder is None:
+        require_gpu(trainer.args.device)
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise Unsupported("Graphed with DeepSpeed or accelerate's FSDP: load the model by distributed_config")
     if isinstance(model, (DistributedDataParallel, DataParallel)):

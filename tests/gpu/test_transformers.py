@@ -30,14 +30,8 @@ def _with_nccl(rank: int, size: int) -> None:
 
 def _load(folder: Path, how: str, size: int, dtype: torch.dtype) -> torch.nn.Module:
     """Loads a model whose experts are over all ranks, or on one rank by an experts_implementation."""
-    if size > 1:
-        return hf_models.load_parallel(folder, how, fsdp_size=size, ep_size=size, dtype=dtype)
-    from transformers import AutoModelForCausalLM
-
-    import moecomm.transformers  # noqa: F401
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation=how)
-    return model.to(harness.device())
+    model = hf_models.load_over(size, folder, how, dtype)
+    return model if size > 1 else model.to(harness.device())
 
 
 def _families(rank: int, size: int, folder: Path, seed: int) -> list[str]:

@@ -98,6 +98,35 @@ def load_parallel(folder: Path, how: str, **parallel: Any) -> nn.Module:
     return model
 
 
+def load_over(size: int, folder: Path, how: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Loads a model whose experts are over all of `size` ranks, or on one by an experts_implementation."""
+    if size > 1:
+        return load_parallel(folder, how, fsdp_size=size, ep_size=size, dtype=dtype)
+    from transformers import AutoModelForCausalLM
+
+    import moecomm.transformers  # noqa: F401
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation=how)
+
+
+def train_by(
+    kind: tuple[Any, Any],
+    out: Path,
+    given: dict[str, Any],
+    resume: Path | None = None,
+    use_cpu: bool = True,
+    **options: Any,
+) -> tuple[Any, list[float]]:
+    """Trains by a Trainer. kind: its class and that of its arguments; given: what it takes besides these, a
+    model and data at least; options: of the arguments. Returns the Trainer and the losses of its steps."""
+    trainer, arguments_of = kind
+    usual = {"report_to": [], "bf16": False, "disable_tqdm": True}
+    usual |= {"per_device_train_batch_size": 2, "logging_steps": 1}
+    made = trainer(args=arguments_of(str(out), use_cpu=use_cpu, **{**usual, **options}), **given)
+    made.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return made, [float(each["loss"]) for each in made.state.log_history if "loss" in each]
+
+
 def set_environment() -> None:
     """Sets what torchrun does; transformers reads it."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())

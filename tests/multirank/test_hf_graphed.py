@@ -18,7 +18,16 @@ from moecomm.graphs import GraphedStep
 from moecomm.transformers import Graphed, graphed
 from moecomm.transformers.experts import LocalExperts
 from tests.multirank.conftest import own_pool
-from tests.multirank.hf_models import EXPERTS, batch_of, gradients_of, load_parallel, ratios_of, saved_once
+from tests.multirank.hf_models import (
+    EXPERTS,
+    batch_of,
+    gradients_of,
+    load_over,
+    load_parallel,
+    ratios_of,
+    saved_once,
+    train_by,
+)
 from tests.multirank.on_ranks import on_ranks
 from tests.multirank.test_transformers import _train, folders
 from tests.played import Played
@@ -38,11 +47,7 @@ class GraphedTrainer(Graphed, Trainer):  # type: ignore[misc]
 
 
 def _load(folder: Path, size: int) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    if size > 1:
-        return load_parallel(folder, "moecomm", fsdp_size=size, ep_size=size)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="moecomm")
+    return load_over(size, folder, "moecomm")
 
 
 @pytest.mark.parametrize(
@@ -92,19 +97,9 @@ def test_batches_of_another_shape(rank: int, size: int, folders: Path, seed: int
     data = [{"input_ids": row, "labels": row.where(row > 3 * n, -100)} for n, row in enumerate(rows)]
     for kind in (Trainer, GraphedTrainer):
         set_seed(0)
-        arguments = TrainingArguments(
-            str(folders / "out"),
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            per_device_train_batch_size=1,
-            num_train_epochs=2,
-            logging_steps=1,
-            save_strategy="no",
-        )
-        made = kind(model=_load(folder, 1), args=arguments, train_dataset=data)
-        made.train()
-        losses.append([each["loss"] for each in made.state.log_history if "loss" in each])
+        given = {"model": _load(folder, 1), "train_dataset": data}
+        options = {"per_device_train_batch_size": 1, "num_train_epochs": 2, "save_strategy": "no"}
+        losses.append(train_by((kind, TrainingArguments), folders / "out", given, **options)[1])
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
     assert len(losses[0]) == 16
     assert 4 <= GraphedTrainer.last.graphed_step.replays <= 12  # of one of the shapes
@@ -150,7 +145,8 @@ def test_evaluation_between_steps(rank: int, size: int, folders: Path, seed: int
 
 @on_ranks(4)
 def test_copies_of_experts(rank: int, size: int, folders: Path, seed: int) -> None:
-    """All ranks run a step again, also those whose own experts' rows fit: FSDP2 gathers over all of them."""
+    """If the rows of a step do not fit on some ranks, all ranks run the step again, also those of the other
+    copy, whose rows fit: FSDP2 gathers weights over all ranks."""
     model = load_parallel(saved_once(folders, "qwen3_moe"), "moecomm", fsdp_size=4, ep_size=2).train()
     tokens = batch_of(rank, seed)
     losses = [_forward_backward(model, tokens)]
@@ -187,23 +183,13 @@ def test_another_model_and_longer_batches(rank: int, size: int, folders: Path, s
         {"input_ids": row, "labels": row} for row in (torch.randint(3, 96, (n,)) for n in (9, 40, 40, 40))
     ]
     for kind in (Trainer, GraphedTrainer):
-        arguments = TrainingArguments(
-            str(folders / "out"),
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            per_device_train_batch_size=1,
-            num_train_epochs=1,
-            train_sampling_strategy="sequential",
-            optim="sgd",
-            learning_rate=0.1,
-            save_strategy="no",
-        )
-        made = kind(model_init=lambda: _load(folder, 1), args=arguments, train_dataset=data)
-        of_call = []
-        for _ in range(2):
-            made.train()
-            of_call.append([each.detach() for each in made.model.parameters()])
+        given = {"model_init": lambda: _load(folder, 1), "train_dataset": data}
+        options: dict[str, Any] = {"per_device_train_batch_size": 1, "num_train_epochs": 1, "optim": "sgd"}
+        options |= {"learning_rate": 0.1, "train_sampling_strategy": "sequential", "save_strategy": "no"}
+        made, _ = train_by((kind, TrainingArguments), folders / "out", given, **options)
+        of_call = [[each.detach() for each in made.model.parameters()]]
+        made.train()
+        of_call.append([each.detach() for each in made.model.parameters()])
         results.append(of_call)
         assert kind is Trainer or made.graphed_step.replays == 2
     for plain, graphed_weights in zip(*results, strict=True):
@@ -212,7 +198,7 @@ def test_another_model_and_longer_batches(rank: int, size: int, folders: Path, s
 
 
 class WithPairs(Trainer):
-    """Its batches have a list of tensors, from which the loss takes a factor."""
+    """A Trainer whose batches have a list of tensors; the loss is multiplied by the mean of the first."""
 
     def compute_loss(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
         factors = inputs.pop("factors")
@@ -225,29 +211,19 @@ def test_batches_with_lists(rank: int, size: int, folders: Path, seed: int) -> N
     folder, losses = saved_once(folders, "qwen3_moe"), []
     tokens = batch_of(0, seed)
     for kind in (WithPairs, type("GraphedPairs", (Graphed, WithPairs), {"recorder": Played()})):
-        arguments = TrainingArguments(
-            str(folders / "out"),
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            per_device_train_batch_size=1,
-            logging_steps=1,
-            max_steps=4,
-            save_strategy="no",
-            remove_unused_columns=False,
-        )
-        made = kind(
-            model=_load(folder, 1),
-            args=arguments,
-            train_dataset=[1.0, 2.0, 3.0, 4.0],
-            data_collator=lambda rows: {
+        given = {
+            "model": _load(folder, 1),
+            "train_dataset": [1.0, 2.0, 3.0, 4.0],
+            "data_collator": lambda rows: {
                 "input_ids": tokens,
                 "labels": tokens,
                 "factors": [torch.tensor([1.0, rows[0]])],
             },
-        )
-        made.train()
-        losses.append([each["loss"] for each in made.state.log_history if "loss" in each])
+        }
+        options: dict[str, Any] = {"per_device_train_batch_size": 1, "max_steps": 4, "save_strategy": "no"}
+        options["remove_unused_columns"] = False
+        made, found = train_by((kind, TrainingArguments), folders / "out", given, **options)
+        losses.append(found)
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
     assert len(losses[0]) == 4 and made.graphed_step is None
 
@@ -278,21 +254,10 @@ def test_an_optimizer_with_modes(rank: int, size: int, folders: Path, seed: int)
     optimizer = WithModes(model.parameters(), lr=0.1)
     row = torch.arange(3, 12)
     data = [{"input_ids": row, "labels": row}] * 8
-    arguments = TrainingArguments(
-        str(folders / "out"),
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        per_device_train_batch_size=2,
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="no",
-    )
     kind = type("Replayed", (GraphedTrainer,), {"recorder": Replays()})
-    kind(
-        model=model, args=arguments, train_dataset=data, eval_dataset=data, optimizers=(optimizer, None)
-    ).train()
+    given = {"model": model, "train_dataset": data, "eval_dataset": data, "optimizers": (optimizer, None)}
+    options: dict[str, Any] = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}
+    train_by((kind, TrainingArguments), folders / "out", given, save_strategy="no", **options)
     assert modes == [True] * 3
 
 

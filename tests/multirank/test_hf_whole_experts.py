@@ -25,6 +25,7 @@ from tests.multirank.hf_models import (
     differences,
     forward_backward,
     gradients_of,
+    load_over,
     ratios_of,
     run_plain,
     saved_once,
@@ -36,11 +37,7 @@ pool = own_pool()
 
 
 def _load(folder: Path, how: str = "moecomm") -> Any:
-    from transformers import AutoModelForCausalLM
-
-    import moecomm.transformers  # noqa: F401
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=how)
+    return load_over(1, folder, how)
 
 
 def _experts(model: Any) -> list[Any]:

@@ -29,6 +29,7 @@ from tests.multirank.hf_models import (
     ratios_of,
     run_plain,
     saved_once,
+    train_by,
 )
 
 pool = own_pool()
@@ -354,11 +355,9 @@ def _train(
     adapters: dict[str, Any],
     resume: Path | None = None,
     callbacks: Any = None,
-    use_cpu: bool = True,
     **options: Any,
 ) -> tuple[Any, list[float]]:
-    """Trains a model, or the adapters that are named; returns it, and the losses."""
-    trainer, arguments_of = kind
+    """Trains a model, or the adapters that are named; returns it, and the losses. Options: of `train_by`."""
     if adapters:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, **adapters))
@@ -366,19 +365,8 @@ def _train(
             from moecomm.transformers.adapters import adapt_experts
 
             adapt_experts(model)
-    arguments = arguments_of(
-        str(out),
-        report_to=[],
-        use_cpu=use_cpu,
-        bf16=False,
-        disable_tqdm=True,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        **options,
-    )
-    made = trainer(model=model, args=arguments, train_dataset=_data(seed), callbacks=callbacks)
-    made.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return model, [float(each["loss"]) for each in made.state.log_history if "loss" in each]
+    given = {"model": model, "train_dataset": _data(seed), "callbacks": callbacks}
+    return model, train_by(kind, out, given, resume, **options)[1]
 
 
 ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
