@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.examples.conftest import (
@@ -371,8 +372,13 @@ def _one_of_torchruns(arguments: list[str], folder: Path) -> int:
     return train_lm.main()
 
 
-def _as_torchrun_does(rank: int, world_size: int, arguments: list[str], folder: Path) -> dict[int, int]:
-    """torchrun --nproc-per-node=4 --max-restarts=1, with ranks that are forked."""
+def _as_torchrun_does(
+    rank: int, world_size: int, arguments: list[str], folder: Path, logs: Path
+) -> dict[int, int]:
+    """torchrun --nproc-per-node=4 --max-restarts=1, with ranks of the fork server.
+
+    A rank forked from this process, which has threads, could inherit a lock that one of them held.
+    """
     dist.destroy_process_group()
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     config = LaunchConfig(
@@ -385,21 +391,26 @@ def _as_torchrun_does(rank: int, world_size: int, arguments: list[str], folder: 
         local_addr="127.0.0.1",
         max_restarts=1,
         monitor_interval=0.1,
-        start_method="fork",
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
     return elastic_launch(config, _one_of_torchruns)(arguments, folder)
 
 
-def test_a_lost_rank_is_made_good_by_a_restart(
-    text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_rank_is_made_good_by_a_restart(text_folder: Path, tmp_path: Path) -> None:
     """A rank that shares experts with one other and is a stage of a pipeline before a third is lost: torchrun
     starts all again, which go on from the newest checkpoint as if nothing had been."""
     folder = tmp_path / "run"
     arguments = [*ONE_LAYER, *LOST, f"--data={text_folder}", f"--out={folder}"]
-    done = run_ranks(1, _as_torchrun_does, arguments, folder, timeout=TIMEOUT_S)
+    logs = tmp_path / "logs"
+    try:
+        done = run_ranks(1, _as_torchrun_does, arguments, folder, logs, timeout=TIMEOUT_S)
+    finally:
+        for log in sorted(logs.glob("**/std*.log")):
+            print(f"--- {log.relative_to(logs)}\n{log.read_text()}")
     assert done == [dict.fromkeys(range(4), 0)]
-    resumed = re.search(r"resumed at step (\d+) of 18", capsys.readouterr().out)
+    (log,) = logs.glob("**/attempt_1/0/stdout.log")
+    resumed = re.search(r"resumed at step (\d+) of 18", log.read_text())
     assert resumed and 6 <= int(resumed[1]) < 18
     before, after = (
         {r["step"]: r["loss"] for r in read_metrics(folder / name) if "loss" in r}
