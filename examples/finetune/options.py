@@ -154,7 +154,7 @@ def _parser() -> Parser:
         default="moecomm",
         help="what brings the experts their tokens; all_to_all is transformers' own",
     )
-    add("--recompute", action=switch, help="compute layers twice to save memory (default: on GPUs)")
+    add("--recompute", action=switch, help="compute layers twice to save memory (default: if needed)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     add("--eval-every", type=count, default=50, metavar="STEPS", help="from one held-out loss to the next")
     add("--save-every", type=count, default=50, metavar="STEPS", help="from one checkpoint to the next")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 import math
@@ -172,16 +173,18 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     model_size = sizes.Model.of(folder)
     ep = sizes.experts_ranks(model_size, world, options.ep)
     gpu = device.type == "cuda"
-    recompute = gpu if options.recompute is None else options.recompute
     plan = sizes.Plan(
         ranks=world,
         tokens=options.batch * options.seq,
         lora=options.lora,
-        recompute=recompute,
+        recompute=bool(options.recompute),
         expert_columns=options.rank if options.lora_experts else 0,
         gpu=gpu,
     )
-    fits = sizes.check_fits(model_size, plan, *_room(device))
+    room, held = _room(device)
+    if options.recompute is None and not plan.fits(model_size, room):
+        plan = dataclasses.replace(plan, recompute=True)
+    fits = sizes.check_fits(model_size, plan, room, held)
     tokenizer = _tokenizer(folder)
     step_windows = options.batch * options.accumulate * world
     training, held_out = text.split(text.read_documents(places), tokenizer, options.seq, step_windows)
@@ -212,7 +215,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         if checkpoint is None:
             _set_aside(out)
         options.save()
-    if recompute:
+    if plan.recompute:
         how = {"use_reentrant": False, "context_fn": keep_plans}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     metrics = None

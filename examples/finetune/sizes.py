@@ -17,13 +17,14 @@ ROOM = 0.92  # usable part of a device's memory: the rest is for libraries, wind
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """Numbers of parameters (in all, of the widest layer, of experts' adapters with one column), and sizes of
-    activations."""
+    activations; expert_width: values that one expert computes for a token, between its rows."""
 
     parameters: int
     layer_parameters: int
     adapter_parameters: int
     layers: int
     hidden: int
+    expert_width: int
     vocabulary: int
     experts: int
     top_k: int
@@ -49,20 +50,22 @@ class Model:
                 "over ranks (its config has no base_model_ep_plan)"
             )
         blocks = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
+        widest = max(sum(each[0].numel() for each in _experts_of(block)) for block in blocks)
         return cls(
             parameters=sum(each.numel() for each in model.parameters()),
             layer_parameters=max(sum(each.numel() for each in block.parameters()) for block in blocks),
-            adapter_parameters=sum(
-                each.shape[0] * (each.shape[1] + each.shape[2])
-                for name, each in model.named_parameters()
-                if ".experts." in name and each.dim() == 3
-            ),
+            adapter_parameters=sum(len(each) * sum(each.shape[1:]) for each in _experts_of(model)),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
+            expert_width=widest // text.hidden_size,
             vocabulary=text.vocab_size,
             experts=experts,
             top_k=_first(text, ("num_experts_per_tok", "moe_k"), 1),
         )
+
+
+def _experts_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [each for name, each in module.named_parameters() if "experts." in name and each.dim() == 3]
 
 
 def available_memory() -> int:
@@ -94,8 +97,9 @@ class Plan:
         weight = width if self.lora else 4
         state = 0 if self.lora else 12  # float32 gradient, and AdamW's two moments
         share = model.parameters // self.ranks
-        kept = model.hidden * (2 if self.recompute else 24 + 6 * model.top_k)  # values kept per token
-        once = model.hidden * (24 + 10 * model.top_k)  # in the layer that is being computed
+        chosen = model.top_k * (2 * model.hidden + model.expert_width)  # values of a token in its experts
+        kept = 2 * model.hidden if self.recompute else 24 * model.hidden + chosen
+        once = 24 * model.hidden + 2 * chosen  # in the layer that is being computed
         return {
             "weights": share * weight,
             "gradients and optimizer": share * state,
@@ -108,15 +112,18 @@ class Plan:
     def total(self, model: Model) -> int:
         return sum(self.bytes_of(model).values())
 
+    def fits(self, model: Model, room: int) -> bool:
+        return self.total(model) <= room * ROOM
+
 
 def check_fits(model: Model, plan: Plan, room: int, held: str) -> str:
     """Returns a line about the run's needs. Raises UsageError, which says what would fit, if they exceed
     `room` bytes on a rank; `held`: the kind of memory."""
     needs = plan.bytes_of(model)
-    total = sum(needs.values())
     parts = ", ".join(f"{name} {size / GiB:.1f}" for name, size in needs.items())
-    said = f"{total / GiB:.1f} GiB a rank ({parts}) of {room * ROOM / GiB:.1f} GiB, {held}"
-    if total <= room * ROOM:
+    how = " with --recompute" if plan.recompute else ""
+    said = f"{plan.total(model) / GiB:.1f} GiB a rank{how} ({parts}) of {room * ROOM / GiB:.1f} GiB, {held}"
+    if plan.fits(model, room):
         return said
     others: list[str] = []
     for words, other in (
@@ -125,10 +132,10 @@ def check_fits(model: Model, plan: Plan, room: int, held: str) -> str:
         ("--lora", dataclasses.replace(plan, lora=True)),
         ("--lora --recompute", dataclasses.replace(plan, lora=True, recompute=True)),
     ):
-        if other != plan and other.total(model) <= room * ROOM and not any(each in words for each in others):
+        if other != plan and other.fits(model, room) and not any(each in words for each in others):
             others.append(words)
     for ranks in (2 * plan.ranks, 4 * plan.ranks, 8 * plan.ranks):
-        if dataclasses.replace(plan, ranks=ranks).total(model) <= room * ROOM:
+        if dataclasses.replace(plan, ranks=ranks).fits(model, room):
             others.append(f"{ranks} of these devices")
             break
     what = ", or ".join(others) if others else "nothing of --lora, --recompute or eight times the devices"

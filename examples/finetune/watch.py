@@ -43,7 +43,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             for name, module in model.named_modules()
             if name.endswith(".experts") and isinstance(getattr(module, "num_experts", None), int)
         ]
-        self.load_LE = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
+        # One column more for ids that mean no expert of this rank: the host waits for no count.
+        self._chosen_LE = torch.zeros(len(layers), experts + 1, dtype=torch.int64, device=device)
         for layer, module in enumerate(layers):
             module.register_forward_pre_hook(self._counts(layer))
             self._time(module, "experts")
@@ -56,18 +57,16 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _counts(self, layer: int) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled():
-                ids = arguments[1].flatten()
-                number = self.load_LE.shape[1]
-                ids = ids[(ids >= 0) & (ids < number)]
-                self.load_LE[layer] += torch.bincount(ids, minlength=number)
+            if self._in_forward():
+                ids, last = arguments[1].flatten().long(), self._chosen_LE.shape[1] - 1
+                ids = torch.where((ids >= 0) & (ids < last), ids, last)
+                self._chosen_LE[layer].scatter_add_(0, ids, torch.ones_like(ids))
 
         return hook
 
     def _time(self, module: nn.Module, stage: str) -> None:
         def before(*_: Any) -> None:
-            # Evaluations, and layers that the backward recomputes, are not part of the forward.
-            if torch.is_grad_enabled() and "backward" not in self._open:
+            if self._in_forward():
                 self._begin(stage)
 
         def after(*_: Any) -> None:
@@ -76,6 +75,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
+
+    def _in_forward(self) -> bool:
+        """Returns False in evaluations, and for layers that the backward computes again."""
+        return torch.is_grad_enabled() and "backward" not in self._open
 
     def _begin(self, stage: str) -> None:
         self._open[stage] = self._stages(stage)
@@ -128,8 +131,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _measure(self) -> dict[str, Any]:
         """Returns measurements since the last log. All ranks call it together."""
-        load_LE = self.load_LE.clone()
-        self.load_LE.zero_()
+        load_LE = self._chosen_LE[:, :-1].clone()
+        self._chosen_LE.zero_()
         dist.all_reduce(load_LE)
         seconds = (time.perf_counter() - self._since) / self._steps
         spans = self._take_stages()

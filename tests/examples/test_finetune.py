@@ -1,6 +1,7 @@
 """examples/finetune_hf.py: its text, its sizes, and runs on CPU ranks."""
 
 import copy
+import dataclasses
 import json
 import shutil
 from itertools import cycle
@@ -190,6 +191,7 @@ BIG = sizes.Model(
     adapter_parameters=39_300_000,
     layers=48,
     hidden=2048,
+    expert_width=2304,
     vocabulary=151_936,
     experts=128,
     top_k=8,
@@ -204,6 +206,7 @@ def test_a_model_is_measured_by_its_config(model: Path) -> None:
     assert found.parameters == sum(each.numel() for each in loaded.parameters())
     assert found.layer_parameters == sum(each.numel() for each in loaded.model.layers[0].parameters())
     weights = [each for each in loaded.parameters() if each.dim() == 3]
+    assert found.expert_width == 3 * demo.HIDDEN
     assert found.adapter_parameters == sum(len(each) * sum(each.shape[1:]) for each in weights) > 0
     assert (found.experts, found.top_k, found.layers) == (demo.EXPERTS, 2, demo.LAYERS)
 
@@ -221,6 +224,8 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
         sizes.check_fits(BIG, plan, sizes.GiB, "a GPU")
     one = sizes.Plan(ranks=1, tokens=4096, lora=True, recompute=True, expert_columns=16, gpu=True)
     assert "experts' adapters 4.7" in sizes.check_fits(BIG, one, 140 * sizes.GiB, "a GPU")
+    kept = dataclasses.replace(one, recompute=False)
+    assert one.fits(BIG, gpu) and not kept.fits(BIG, gpu) and kept.fits(BIG, 140 * sizes.GiB)
 
 
 def test_cached_files_leave_memory_available() -> None:
@@ -343,7 +348,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
 
     out = tmp_path / "run"
     said = _run(model, model.parent / "text", "--out", out, *f"--steps 2 {SMALL}".split())
-    assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said
+    assert "8 experts on 2 of 2 ranks" in said and "result: loss" in said and "recompute" not in said
     assert "has done 2 steps: name more" in _run("--resume", "--out", out, code=2)
     broken = Path(shutil.copytree(out, tmp_path / "broken"))
     (broken / "checkpoint-2" / "rng_state_1.pth").write_bytes(b"PK")
@@ -351,8 +356,9 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     assert said.count("hf.py: error: ") == 1 and "checkpoint-2 cannot be loaded (rank 1: " in said
     (out / "checkpoint-3").mkdir()  # as of a run that was killed while it saved
     (out / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
-    said = _run("--resume", "--out", out, "--steps", 4, "--lr", 2e-5, ranks=4)
-    assert "8 experts on 4 of 4 ranks" in said and "4 steps" in said.splitlines()[-1]
+    said = _run("--resume", "--out", out, "--recompute", "--steps", 4, "--lr", 2e-5, ranks=4)
+    assert "8 experts on 4 of 4 ranks" in said and "GiB a rank with --recompute" in said
+    assert "4 steps" in said.splitlines()[-1]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if "loss" in record]
     assert [record["step"] for record in trained] == [1, 2, 3, 4]
