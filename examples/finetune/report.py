@@ -116,8 +116,9 @@ def _draw_stages(records: list[Record], path: Path) -> None:
         return
     figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
     steps = [step for step, _ in logged]
-    seconds_NS = np.maximum([[stages[name] for name in STAGES] for _, stages in logged], 0.0)
-    axes.stackplot(steps, seconds_NS.T * 1e3, labels=STAGES)
+    names = [name for name in STAGES if any(name in stages for _, stages in logged)]
+    seconds_NS = np.maximum([[stages.get(name, 0.0) for name in names] for _, stages in logged], 0.0)
+    axes.stackplot(steps, seconds_NS.T * 1e3, labels=names)
     axes.set(xlabel="step", ylabel="ms a step", ylim=(0, None))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)

@@ -42,7 +42,7 @@ from finetune import demo, report, sizes, text
 from finetune.options import Options
 from finetune.watch import Watch, peak_memory
 from moecomm.nn import load_balancing_loss
-from moecomm.transformers import Resumable, keep_plans
+from moecomm.transformers import Graphed, Resumable, keep_plans
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """The attention's matrices, by their names in all of transformers' models."""
@@ -116,6 +116,10 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
             super()._load_rng_state(checkpoint)
 
 
+class GraphedTrainer(Graphed, BalancingTrainer):
+    """Replays each pass from a CUDA graph."""
+
+
 @contextlib.contextmanager
 def _loaded(checkpoint: str | None) -> Iterator[None]:
     """Raises UsageError on all ranks if a file of the checkpoint cannot be loaded on one."""
@@ -173,6 +177,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     model_size = sizes.Model.of(folder)
     ep = sizes.experts_ranks(model_size, world, options.ep)
     gpu = device.type == "cuda"
+    if options.graph:
+        _check_graph(options, world, gpu)
     plan = sizes.Plan(
         ranks=world,
         tokens=options.batch * options.seq,
@@ -216,7 +222,9 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             _set_aside(out)
         options.save()
     if plan.recompute:
-        how = {"use_reentrant": False, "context_fn": keep_plans}
+        how: dict[str, Any] = {"use_reentrant": False, "context_fn": keep_plans}
+        if options.graph:
+            how = {"use_reentrant": False, "preserve_rng_state": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     metrics = None
     if first:
@@ -227,10 +235,11 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         experts=model_size.experts,
         ep=ep,
         tokens_per_step=step_windows * options.seq,
+        graph=options.graph,
         stop=stop,
         metrics=metrics,
     )
-    trainer = BalancingTrainer(
+    trainer = (GraphedTrainer if options.graph else BalancingTrainer)(
         model=model,
         args=_arguments(options, gpu),
         train_dataset=training,
@@ -291,6 +300,16 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             f"report in {out / 'report.html'}",
             flush=True,
         )
+
+
+def _check_graph(options: Options, world: int, gpu: bool) -> None:
+    """Raises UsageError for a run that cannot be replayed from graphs."""
+    if not gpu and GraphedTrainer.recorder is None:
+        raise UsageError("--graph: a CPU has no CUDA graphs; leave it out")
+    if options.implementation != "moecomm":
+        raise UsageError(f"--graph needs --implementation moecomm, not {options.implementation}")
+    if options.accumulate > 1 and world > 1:
+        raise UsageError(f"--graph on {world} ranks needs --accumulate 1, not {options.accumulate}")
 
 
 def _silence() -> None:

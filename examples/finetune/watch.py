@@ -16,7 +16,9 @@ from transformers import TrainerCallback
 
 from moecomm.overlap import Stages
 
-STAGES = ("attention", "experts", "rest of forward", "backward", "optimizer", "between steps")
+REPLAYED = "forward and backward"
+STAGES = (REPLAYED, "attention", "experts", "rest of forward", "backward", "optimizer", "between steps")
+"""The stages of a step. With --graph, REPLAYED stands for those of the forward and the backward."""
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
@@ -31,11 +33,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         experts: int,
         ep: int,
         tokens_per_step: int,
+        graph: bool,
         stop: StopRequest,
         metrics: MetricsFile | None,
     ) -> None:
         self._device, self._stop, self._metrics = device, stop, metrics
-        self._ep, self._tokens_per_step = ep, tokens_per_step
+        self._ep, self._tokens_per_step, self._graph = ep, tokens_per_step, graph
         self._stages, self._open = Stages(device, record=True), dict[str, Any]()
         self._since, self._steps = time.perf_counter(), 0
         layers = [
@@ -45,8 +48,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         ]
         # One column more for ids that mean no expert of this rank: the host waits for no count.
         self._chosen_LE = torch.zeros(len(layers), experts + 1, dtype=torch.int64, device=device)
+        # A buffer, so that GraphedStep counts no step twice.
+        model.register_buffer("watched_LE", self._chosen_LE, persistent=False)
         for layer, module in enumerate(layers):
             module.register_forward_pre_hook(self._counts(layer))
+        if graph:  # replays run no hooks
+            return
+        for module in layers:
             self._time(module, "experts")
         for name, module in model.named_modules():
             if name.endswith(("self_attn", "attention")):
@@ -57,7 +65,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _counts(self, layer: int) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if self._in_forward():
+            if _in_forward():
                 ids, last = arguments[1].flatten().long(), self._chosen_LE.shape[1] - 1
                 ids = torch.where((ids >= 0) & (ids < last), ids, last)
                 self._chosen_LE[layer].scatter_add_(0, ids, torch.ones_like(ids))
@@ -66,7 +74,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _time(self, module: nn.Module, stage: str) -> None:
         def before(*_: Any) -> None:
-            if self._in_forward():
+            if _in_forward():
                 self._begin(stage)
 
         def after(*_: Any) -> None:
@@ -75,10 +83,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
-
-    def _in_forward(self) -> bool:
-        """Returns False in evaluations, and for layers that the backward computes again."""
-        return torch.is_grad_enabled() and "backward" not in self._open
 
     def _begin(self, stage: str) -> None:
         self._open[stage] = self._stages(stage)
@@ -95,12 +99,14 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._end("between steps")
+        if self._graph:
+            self._begin(REPLAYED)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         self._end("backward")
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._end("backward")
+        self._end(REPLAYED if self._graph else "backward")
         self._begin("optimizer")
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -136,7 +142,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         dist.all_reduce(load_LE)
         seconds = (time.perf_counter() - self._since) / self._steps
         spans = self._take_stages()
-        spans["rest of forward"] = spans["forward"] - spans["attention"] - spans["experts"]
+        if not self._graph:
+            spans["rest of forward"] = spans["forward"] - spans["attention"] - spans["experts"]
         memory = torch.tensor([peak_memory(self._device)], device=self._device, dtype=torch.int64)
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         load = load_LE.double()
@@ -148,7 +155,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             "hot_rank": _worst(by_rank),
             "memory_gib": memory.item() / 2**30,
             "load": load_LE.tolist(),
-            "stages": {stage: spans[stage] / self._steps for stage in STAGES},
+            "stages": {stage: spans[stage] / self._steps for stage in STAGES if stage in spans},
         }
         self._since, self._steps = time.perf_counter(), 0
         return found
@@ -162,6 +169,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._stages = Stages(self._device, record=True)
         self._begin("between steps")
         return found
+
+
+def _in_forward() -> bool:
+    """Returns False in evaluations, and for layers that the backward computes again."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def _worst(load_LN: Tensor) -> float:

@@ -486,3 +486,47 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
         assert "another run writes there" in _run(model, place, "--out", tmp_path / "run", ranks=1, code=2)
     left = [each.name for each in (tmp_path / "run").iterdir()]
     assert left == [".lock"]  # also no options, with which --resume would go on
+
+
+REPLAYED = """
+import os, sys
+sys.path[:0] = [os.environ["EXAMPLES"], os.environ["REPOSITORY"]]
+import finetune_hf
+from finetune.run import GraphedTrainer
+from tests.played import Played
+
+class Told(Played):
+    def record(self, run):
+        print("captured")
+        return super().record(run)
+
+GraphedTrainer.recorder = Told()
+sys.exit(finetune_hf.main())
+"""
+
+
+def test_replayed_passes_train_as_others_do(tmp_path: Path, model: Path) -> None:
+    """By a recorder that runs passes again: the losses and loads are those of a run without graphs."""
+    program = tmp_path / "replayed.py"
+    program.write_text(REPLAYED)
+    environment = {"EXAMPLES": str(EXAMPLES), "REPOSITORY": str(EXAMPLES.parent)}
+    records = []
+    steps = f"--steps 3 {SMALL} --eval-every 3 --save-every 3".split()
+    for flags in ("--no-graph", "--graph --recompute"):
+        out = tmp_path / flags
+        given = [model, model.parent / "text", "--out", out, *flags.split(), *steps]
+        done = run_program(program, *map(str, given), torchrun=2, environment=environment)
+        assert ("captured" in done.out) == (flags != "--no-graph")
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        records.append([each for each in map(json.loads, lines) if "loss" in each])
+        assert (out / "report.html").is_file()
+    for plain, replayed in zip(*records, strict=True):
+        assert replayed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert replayed["load"] == plain["load"]
+        assert replayed["stages"]["forward and backward"] > 0
+
+
+def test_graphs_are_refused_before_a_run(tmp_path: Path, model: Path) -> None:
+    given = [model, model.parent / "text", "--out", tmp_path / "run", "--graph"]
+    assert "--graph: a CPU has no CUDA graphs" in _run(*given, code=2)
+    assert not (tmp_path / "run" / "options.json").exists()
