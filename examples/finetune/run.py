@@ -263,17 +263,37 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
                 left = f"; no checkpoint has its last {trainer.skipped} steps, which were left out"
             print(f"stopped after step {done} of {options.steps}{left}; --resume goes on", flush=True)
         return
+    facts = {
+        "model": folder,
+        "parameters": f"{model_size.parameters:,}",
+        "ranks": f"{world} ({device.type}), experts over {ep}",
+        "time": f"{seconds:.0f} s for this call",
+        "memory planned": fits,
+    }
+    _finish(trainer, held_out, options, metrics, ep, facts)
+
+
+def _finish(
+    trainer: BalancingTrainer,
+    held_out: text.Windows,
+    options: Options,
+    metrics: MetricsFile | None,
+    ep: int,
+    facts: dict[str, str],
+) -> None:
+    """Evaluates and saves the model, and writes the report and the line of the result. All ranks call it."""
+    out, world, done = options.folder, dist.get_world_size(), trainer.state.global_step
     evaluated = [each for each in trainer.state.log_history if "eval_loss" in each]
     if not evaluated or evaluated[-1]["step"] != done:
         evaluated = [trainer.evaluate()]
     loss = evaluated[-1]["eval_loss"]
     if not math.isfinite(loss):
         trainer.give_up(f"step {done}: the held-out loss is {loss}", done)
-    sample = _sample(trainer.model, tokenizer, held_out, options)
+    sample = _sample(trainer.model, trainer.processing_class, held_out, options)
     with _written(str(out / "model")):
         trainer.save_model(str(out / "model"))
     memory = [0] * world
-    dist.all_gather_object(memory, peak_memory(device))
+    dist.all_gather_object(memory, peak_memory(trainer.args.device))
     if metrics is not None:
         metrics.close()
         report.write(
@@ -282,14 +302,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             options=options,
             ep=ep,
             memory=memory,
-            facts={
-                "model": folder,
-                "parameters": f"{model_size.parameters:,}",
-                "ranks": f"{world} ({device.type}), experts over {ep}",
-                "held-out loss": f"{loss:.4f}",
-                "time": f"{seconds:.0f} s for this call",
-                "memory planned": fits,
-            },
+            facts={**facts, "held-out loss": f"{loss:.4f}"},
             sample=sample,
         )
         rate = next((r["tokens_per_s"] for r in reversed(metrics.records) if "tokens_per_s" in r), 0.0)
