@@ -222,27 +222,6 @@ def test_angles_of_far_positions() -> None:
         assert abs(complex(float(cos_SD[-1, i]), float(sin_SD[-1, i])) - want) < 1e-7
 
 
-@pytest.mark.parametrize("name", ["grouped", "as in gpt-oss", "latent"])
-def test_heads_are_as_many_as_the_products_return(name: str, seed: int) -> None:
-    """Halves of the heads by themselves, as ranks of tensor parallelism have them, sum up to the whole."""
-    config = dataclasses.replace(CASES[name], out_bias=False)
-    attention = make(config, 0, seed)
-    x_BSH = torch.randn(BATCH, SEQ, config.dim, dtype=torch.float64)
-    want, total = run(attention, config, x_BSH), torch.zeros_like(x_BSH)
-    for half in range(2):
-        own = make(config, 0, seed)
-        for part_name in ("q", "k", "v", "q_up", "kv_up"):
-            if (linear := getattr(own, part_name, None)) is not None:
-                linear.weight = nn.Parameter(linear.weight.chunk(2)[half])
-                if linear.bias is not None:
-                    linear.bias = nn.Parameter(linear.bias.chunk(2)[half])
-        own.out.weight = nn.Parameter(own.out.weight.chunk(2, dim=1)[half])
-        if config.sinks:
-            own.sinks_N = nn.Parameter(own.sinks_N.chunk(2)[half])
-        total = total + run(own, config, x_BSH)
-    assert_close(total, want)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [0, 1, 5, 40])

@@ -130,15 +130,6 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRu
     assert losses(folder)[62] == pytest.approx(losses(folder)[60], abs=0.5)
 
 
-def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
-    """Steps in microbatches have the losses of whole steps: here of those in which the rate still grows."""
-    folder = tmp_path / "run"
-    done = train(*SMALL_RUN, "--steps", "4", "--accumulate", "2", "--data", text_folder, "--out", folder)
-    assert float(RESULT.fullmatch(done.last_line)["comm"]) > 0  # type: ignore[index]
-    base = losses(base_run.folder)
-    assert losses(folder) == pytest.approx({step: base[step] for step in range(1, 5)}, abs=OTHER_SPREAD)
-
-
 def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
     """Experts in fp8 give the losses of bfloat16 experts but for some percent of noise in their part."""
     folder = tmp_path / "run"
@@ -149,18 +140,6 @@ def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, 
     assert found["fp8"] != found["bf16"]
     mean = {name: sum(list(each.values())[-20:]) / 20 for name, each in found.items()}
     assert mean["fp8"] == pytest.approx(mean["bf16"], abs=FP8)
-
-
-def test_an_output_of_its_own_starts_near_guessing_and_is_part_of_the_run(
-    base_run: BaseRun, text_folder: Path, tmp_path: Path, run_here: Callable[..., Finished]
-) -> None:
-    folder = tmp_path / "run"
-    arguments = [*SMALL_RUN, "--no-tied", "--steps", "30", "--data", text_folder, "--out", folder]
-    train(*arguments)
-    assert losses(folder)[1] == pytest.approx(math.log(257) + 0.5, abs=0.3)  # logits of variance one
-    assert losses(folder)[30] < losses(base_run.folder)[1]
-    done = run_here("--resume", "--tied", "--out", folder)
-    assert done.code == 2 and "this run has --tied False, which cannot become True" in done.err
 
 
 def test_first_steps_do_not_send_all_tokens_to_the_same_experts(text_folder: Path, tmp_path: Path) -> None:
@@ -419,13 +398,6 @@ def test_a_lost_rank_is_made_good_by_a_restart(text_folder: Path, tmp_path: Path
     assert sorted(after) == list(range(1, 19))
     assert any(step > int(resumed[1]) for step in before)
     assert all(before[step] == after[step] for step in before), "other losses after the restart"
-
-
-def test_what_a_rank_finds_wrong_gives_one_line(text_folder: Path, tmp_path: Path) -> None:
-    too_short = ("--seq", "100000", "--batch", "2", "--data", text_folder)
-    done = train("--out", tmp_path / "run", *too_short, code=2)
-    assert done.out == "" and len(done.err.splitlines()) == 1, done
-    assert done.err.startswith("train_lm.py: error: ") and "held-out text" in done.err
 
 
 FAILS = """

@@ -5,7 +5,6 @@ import gc
 import time
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm.backends import cpu
 from moecomm.setup.rendezvous import Rendezvous
 from tests import oracle
 from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank.catching import catch, refused, require
+from tests.multirank.catching import refused
 from tests.multirank.harness import no_shared_memory_left, no_threads_left
 from tests.multirank.on_ranks import on_ranks
 from tests.ranks import variable
@@ -132,21 +130,6 @@ def test_a_bad_environment_variable(rank: int, world_size: int) -> None:
     """Rank 0 alone has it."""
     with variable("MOECOMM_THREADS", "0") if rank == 0 else contextlib.nullcontext():
         refused(lambda: moecomm.Communicator(**SIZES), "MOECOMM_THREADS is '0'")
-
-
-@on_ranks(2)
-def test_no_memory_on_one_rank_is_no_memory_on_all(rank: int, world_size: int) -> list[str]:
-    def refuse(**_: Any) -> None:
-        raise moecomm.OutOfMemory("no room for a window", needed=4096, available=17)
-
-    runtime = SimpleNamespace(**{**vars(cpu._C), "Communicator": refuse}) if rank == 1 else cpu._C
-    with mock.patch.object(cpu, "_C", runtime):
-        error = catch(lambda: moecomm.Communicator(**GOOD))
-    require(error, name="OutOfMemory")
-    assert error is not None
-    assert error.text == ("rank 1: no room for a window", "no room for a window")[rank]
-    assert (error.needed, error.available) == (4096, 17)
-    return a_good_one(rank)
 
 
 def check_threads(rank: int, case: Case, *words: str, **arguments: Any) -> list[str]:

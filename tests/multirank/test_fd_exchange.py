@@ -1,6 +1,5 @@
 """Open files between processes: who gets which, who is refused, and what a missing rank leads to."""
 
-import gc
 import os
 import socket
 import subprocess
@@ -10,11 +9,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 from moecomm.errors import PeerLost, PeerTimeout
 from moecomm.setup.fd_exchange import Mailbox, send
-from tests.multirank.on_ranks import on_ranks
 
 PHASE = "test"
 
@@ -38,39 +35,6 @@ def mailbox() -> Iterator[Mailbox]:
 
 def _send(box: Mailbox, descriptor: int, *, pid: int = 0, timeout: float = 5.0) -> None:
     send(descriptor, box.name, pid=pid or os.getpid(), rank=0, peer=1, phase=PHASE, timeout=timeout)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
-def test_every_rank_gets_every_file(rank: int, world_size: int) -> None:
-    rounds = 5
-    gc.collect()  # what a test before this one has left
-    before = _open_files()
-    seen = []
-    for number in range(rounds):
-        box = Mailbox(world_size)
-        peers: list[tuple[str, int]] = [("", 0)] * world_size
-        dist.all_gather_object(peers, (box.name, os.getpid()))
-        memory = _memory(f"{number} of rank {rank}".encode())
-        others = [peer for peer in range(world_size) if peer != rank]
-        for peer in others:
-            name, pid = peers[peer]
-            send(memory, name, pid=pid, rank=rank, peer=peer, phase=PHASE, timeout=20.0)
-        os.close(memory)  # it lies in the sockets
-        dist.barrier()
-        taken = box.take({peer: peers[peer][1] for peer in others}, rank=rank, phase=PHASE, timeout=20.0)
-        box.close()
-        assert sorted(taken) == others
-        assert not any(os.get_inheritable(each) for each in taken.values())
-        seen.append(
-            [os.pread(taken[peer], 100, 0).decode() if peer != rank else "" for peer in range(world_size)]
-        )
-        for each in taken.values():
-            os.close(each)
-    assert _open_files() == before
-    for number, files in enumerate(seen):
-        expected = [f"{number} of rank {peer}" if peer != rank else "" for peer in range(world_size)]
-        assert files == expected
 
 
 def test_a_file_that_was_sent_outlives_its_sender(mailbox: Mailbox) -> None:

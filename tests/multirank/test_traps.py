@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from moecomm import Communicator
-from moecomm.errors import InvalidArgument
 from moecomm.nn import (
     GroupedExperts,
     MoEConfig,
@@ -94,19 +93,6 @@ def test_a_state_without_a_record_loads_where_shapes_fit() -> None:
         )
         with pytest.raises(RuntimeError, match="size mismatch"):
             experts.load_state_dict({name: torch.ones(1) for name in old})
-
-
-def test_the_record_goes_along() -> None:
-    """A copy has it, and torch.save and load keep it, with tensors alone."""
-    experts = GroupedExperts(MoEConfig(**SIZES), num_local_experts=4, first_expert=8)
-    copied = copy.deepcopy(experts)
-    assert copied.get_extra_state().tolist() == [8, 4, 12, 0, 0, 1]
-    assert all(isinstance(value, torch.Tensor) for value in experts.state_dict().values())
-    copied.load_state_dict(experts.state_dict())
-    with pytest.raises(
-        InvalidArgument, match=r"holds experts 8\.\.11 of 12, this module experts 0\.\.3 of 12"
-    ):
-        GroupedExperts(MoEConfig(**SIZES), num_local_experts=4).load_state_dict(experts.state_dict())
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
@@ -362,18 +348,6 @@ def test_wrappers_that_mix_experts_are_refused(rank: int, world_size: int, ep: i
             fsdp()
         else:
             refused(fsdp, "fully_shard_experts(model)")
-
-
-@on_ranks(2)
-def test_sparse_gradients_are_refused(rank: int, world_size: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    words = torch.nn.Embedding(5, 16, sparse=True, dtype=torch.float64)
-    model = torch.nn.Sequential(words, build(seed))
-    with model[1].comm:
-        model(torch.tensor([rank, 3])).sum().backward()
-        refused(
-            partial(sync_gradients, model), begins="the gradient of 0.weight is sparse", name="Unsupported"
-        )
 
 
 @pytest.mark.parametrize("order", [2.0, torch.inf])

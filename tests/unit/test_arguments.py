@@ -11,11 +11,8 @@ from moecomm import InvalidArgument, InvalidRouting
 from moecomm.arguments import (
     check_dispatch,
     check_options,
-    check_rows,
-    check_weights,
     most_alignment,
     require_integer,
-    weight_dtype,
 )
 from moecomm.backends.base import memory_of
 
@@ -30,17 +27,6 @@ def _check(**changes: Any) -> None:
     }
     sizes: dict[str, Any] = {"hidden": 8, "top_k": 2, "max_tokens": 3, "dtype": torch.float32, "device": CPU}
     check_dispatch(**{**arguments, **sizes, **changes})
-
-
-def test_good_arguments() -> None:
-    _check()
-    _check(topk_weights_TK=None, topk_idx_TK=torch.zeros(3, 2, dtype=torch.int32))
-    _check(
-        x_TH=torch.zeros(0, 8),
-        topk_idx_TK=torch.zeros(0, 2, dtype=torch.int32),
-        topk_weights_TK=torch.zeros(0, 2),
-    )
-    _check(x_TH=torch.zeros(3, 8).double(), topk_weights_TK=torch.zeros(3, 2).double(), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -112,22 +98,6 @@ def test_rows_are_counted_in_31_bits() -> None:
     for largest in (most, 2**20):
         with pytest.raises(InvalidArgument, match="alignment"):
             check_options("expert", largest + 1, None, None, 4, largest)
-
-
-def test_rows_and_weights() -> None:
-    check_rows("rows", torch.zeros(5, 4), 5, 4, torch.float32, CPU)
-    check_rows("rows", torch.zeros(5, 4), None, 4, torch.float32, CPU)
-    with pytest.raises(InvalidArgument, match=r"rows has shape \(5, 4\), expected \(6, hidden = 4\)"):
-        check_rows("rows", torch.zeros(5, 4), 6, 4, torch.float32, CPU)
-    check_weights("weights", torch.zeros(5), (5,), "(P,)", torch.bfloat16, CPU)
-    with pytest.raises(InvalidArgument, match=r"weights has shape \(5,\), expected \(P,\) = \(4,\)"):
-        check_weights("weights", torch.zeros(5), (4,), "(P,)", torch.bfloat16, CPU)
-
-
-def test_weights_are_float32_but_for_float64() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert weight_dtype(dtype) == torch.float32
-    assert weight_dtype(torch.float64) == torch.float64
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 8])

@@ -168,24 +168,6 @@ def layer_case(dtype: str, seed: int) -> case.LayerCase:
     return case.LayerCase(given, point, 0, case.Experts(given, point, 0))
 
 
-def test_what_is_expected_of_a_layer_is_its_sum_and_gradients(seed: int) -> None:
-    """The check against all experts at once in float64 under autograd."""
-    one = layer_case("float64", seed)
-    one.load(3)
-    leaves = [
-        each.detach().requires_grad_()
-        for each in (one.x_TH, one.weights_TK, one.experts.w_in, one.experts.w_out)
-    ]
-    gate, up = torch.einsum("th,ehi->tei", leaves[0], leaves[2]).chunk(2, dim=-1)
-    all_TEH = torch.einsum("tef,efh->teh", torch.nn.functional.silu(gate) * up, leaves[3])
-    chosen_TKH = all_TEH[torch.arange(23)[:, None], one.topk_idx_TK.long()]
-    y_TH = (leaves[1][:, :, None] * chosen_TKH).sum(1)
-    grads = torch.autograd.grad(y_TH, leaves, one.dy_TH)
-    got = dict(zip(("dx", "dweights", "dw_in", "dw_out"), grads, strict=True)) | {"y": y_TH.detach()}
-    verdict = verify.compare(got, verify.wanted(one, 3)[0], "float64")
-    assert verdict.wrong == 0 and verdict.worst is not None and verdict.worst < 1e-12
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_check_of_a_layer_catches_what_is_wrong(dtype: str, seed: int) -> None:
     one = layer_case(dtype, seed)

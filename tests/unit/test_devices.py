@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.arguments import check_wire_options
 from moecomm.backends.opened import shared_tensor
 from moecomm.backends.order import ProcessLock
 from moecomm.setup import discovery
@@ -35,17 +34,6 @@ def test_bad_formats() -> None:
     text = r"dtype is torch\.float64 on cuda:1, .*: use float32 there, or device='cpu'"
     with pytest.raises(moecomm.Unsupported, match=text):
         check_formats(torch.device("cuda", 1), 16, torch.float64)
-
-
-def test_wire_options() -> None:
-    check_wire_options(None, True, None)
-    check_wire_options("fp8", False, torch.zeros(1))
-    with pytest.raises(moecomm.InvalidArgument, match=r"dequantize is False, .* \(wire=None\)"):
-        check_wire_options(None, False, None)
-    with pytest.raises(moecomm.InvalidArgument, match="x is a pair"):
-        check_wire_options(None, True, torch.zeros(1))
-    with pytest.raises(moecomm.InvalidArgument, match="dequantize is 1"):
-        check_wire_options("fp8", 1, None)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)])

@@ -134,25 +134,3 @@ def test_the_network_and_what_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MOECOMM_FABRIC_LANES", "3")
     assert "MOECOMM_FABRIC_LANES=3 ask" in dict(discovery.fabric())["between nodes"]
     assert asked == [(None, None, None), ("tcp", "eth0", None), ("tcp", "eth0", 3)]
-
-
-def test_peers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    _give_network(monkeypatch, lambda *_: ("some network", ""))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    peers = dict(discovery.transports(6, 2))
-    assert "and a proxy for the network" in peers["rank 0 (itself)"]
-    assert "shared memory" in peers["rank 1"]
-    assert peers["rank 4"] == "node 2: some network, CPU tensors"
-    assert peers["rank 5"] == "node 2: some network by way of rank 4, CPU tensors"
-    monkeypatch.setenv("MOECOMM_RANKS_PER_NODE", "3")
-    assert dict(discovery.transports(6))["rank 3"] == "node 1: some network, CPU tensors"
-    assert "a rank" in dict(discovery.transports(6, 6, 1))["rank 0 (itself)"]
-
-
-def test_a_network_that_does_not_open_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(env: Env) -> tuple[str, str]:
-        raise Unsupported("no such provider")
-
-    _give_network(monkeypatch, refused)
-    assert dict(discovery.fabric())["between nodes"] == "nothing: no such provider"
-    assert dict(discovery.transports(2, 1))["rank 1"].startswith("node 1: none: no such provider")

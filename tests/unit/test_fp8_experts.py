@@ -127,32 +127,6 @@ def test_both_operands_of_each_product_are_quantised(seed: int) -> None:
     assert torch.equal(products.grouped_mm_wgrad(rows, grad, ends), dw)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_experts_beside_plain_ones(activation: str, dtype: torch.dtype, seed: int) -> None:
-    """Errors of e4m3 are independent of each other, and 2^-4 / sqrt(3) of a value in the mean at most; a
-    product has those of two operands. An output comes from two products and a gradient from up to four."""
-    experts = make(seed, activation=activation, dtype=dtype)
-    plain = GroupedExperts(MoEConfig(**SIZES, activation=activation, dtype=torch.float64))
-    plain.load_state_dict({name: value.double() for name, value in experts.state_dict().items()})
-    rows, _, _ = operands(seed, dtype)
-    weights, grad = torch.rand(50), torch.randn(50, 32)
-    found = []
-    for each in (plain, experts):
-        kind = each.w_in.dtype
-        x = rows.to(kind).requires_grad_()
-        w = weights.to(torch.float64 if kind == torch.float64 else torch.float32).requires_grad_()
-        y = each(x, ends_of([9, 9, 20, 45]), w)
-        y.backward(grad.to(kind))
-        assert y.dtype == kind and x.grad is not None and w.grad is not None
-        found.append([y.detach(), x.grad, w.grad, each.w_in.grad, each.w_out.grad])
-    product = math.sqrt(2 / 3) / 16
-    for got, want, products in zip(*found[::-1], (2, 4, 3, 4, 3), strict=True):
-        assert got is not None and want is not None
-        relative = float((got.double() - want).norm() / want.norm())
-        assert 0.005 < relative < 1.5 * product * math.sqrt(products)
-
-
 @pytest.mark.parametrize(
     ("changed", "text"),
     [

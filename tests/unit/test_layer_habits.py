@@ -310,16 +310,6 @@ def test_main_grad_survives(comm: moecomm.Communicator, way: str, seed: int) -> 
         assert weight.grad is None and weight.main_grad.abs().sum() > 0
 
 
-def test_balancing_starts_at_zero_on_memory_that_held_something_else(
-    comm: moecomm.Communicator, seed: int
-) -> None:
-    router = made(comm, seed, bias_update_rate=0.01).router
-    router.expert_bias_E.fill_(7.0)
-    router.load_E.fill_(7)
-    router.reset_parameters()
-    assert not router.expert_bias_E.any() and not router.load_E.any()
-
-
 @pytest.mark.parametrize("way", ["plain", "in order", "checkpoint", "keep_plans", "compiled"])
 def test_the_loss_scale_is_that_of_the_backward(comm: moecomm.Communicator, way: str, seed: int) -> None:
     layer = made(comm, seed, **WITH_LOSS, overlap=OverlapConfig(overlap=way != "in order"))

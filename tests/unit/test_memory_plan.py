@@ -88,11 +88,6 @@ def _require_one_after_another(plan: moecomm.MemoryPlan) -> None:
     assert end == plan.total_bytes
 
 
-def test_planning_allocates_nothing() -> None:
-    plan = _plan(max_tokens=10_000_000, hidden=8192)
-    assert plan.total_bytes > 2 * 10_000_000 * 8192 * 4
-
-
 def test_a_communicator_has_the_plan_that_was_announced() -> None:
     with moecomm.Communicator(
         num_experts=8, hidden=64, top_k=2, max_tokens=100, dtype=torch.float32, device="cpu"

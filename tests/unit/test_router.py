@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moecomm import Communicator, InvalidArgument
-from moecomm.kernels.choices import balanced_choice, kept_choices, limit_to_groups
 from moecomm.nn import (
     MoEConfig,
     MoELayer,
@@ -167,12 +166,6 @@ def test_jitter_only_in_training(seed: int) -> None:
     assert not torch.equal(noisy.scores_TE, router(x_TH).scores_TE)
 
 
-def test_groups_worked_example() -> None:
-    kept = limit_to_groups(torch.tensor([[5.0, 0.0, 3.0, 3.0]]), num_groups=2, topk_groups=1, top_k=2)
-    inf = float("inf")
-    assert kept.tolist() == [[-inf, -inf, 3.0, 3.0]]
-
-
 SCORES: list[dict[str, Any]] = [
     {},
     {"pre_softmax": True},
@@ -236,33 +229,11 @@ def test_layer_takes_its_nodes_from_the_argument(seed: int) -> None:
             MoELayer(config, comm, nodes=5)
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (7, 3), (8, 8), (5, 1), (12, 5)])
-def test_balanced_by_force_is_balanced(num_experts: int, top_k: int) -> None:
-    choice = balanced_choice(3 * num_experts, num_experts, top_k, "cpu")
-    assert torch.bincount(choice.flatten(), minlength=num_experts).tolist() == [3 * top_k] * num_experts
-    assert all(len(set(row)) == top_k for row in choice.tolist())
-
-
-def test_capacity_worked_example() -> None:
-    idx = torch.tensor([[0, 1], [0, 2], [0, 1]])
-    weights = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3]])
-    assert kept_choices(idx, weights, 3, 2).tolist() == [[False, True], [True, True], [True, True]]
-    assert kept_choices(idx, None, 3, 2).tolist() == [[True, True], [True, True], [False, True]]
-
-
 def test_capacity_limit() -> None:
     config = MoEConfig(**{**SIZES, "capacity_factor": 1.25})
     assert [tokens_per_expert_limit(config, tokens) for tokens in (0, 1, 2, 12, 100)] == [0, 1, 1, 5, 42]
     generous = MoEConfig(**{**SIZES, "capacity_factor": 100.0})
     assert tokens_per_expert_limit(generous, 7) == 7
-
-
-def test_losses_when_uniform() -> None:
-    probs = torch.full((6, 3), 1 / 3)
-    idx = torch.tensor([[0], [1], [2], [2], [1], [0]])
-    assert load_balancing_loss(probs, idx).item() == pytest.approx(1)
-    assert load_balancing_loss(probs, idx, 3).item() == pytest.approx(1)
-    assert z_loss(torch.zeros(5, 8)).item() == pytest.approx(torch.tensor(8.0).log().item() ** 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
