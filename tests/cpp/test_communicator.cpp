@@ -266,32 +266,6 @@ TEST(network_that_vanishes) {
   }
 }
 
-TEST(reuse_and_input) {
-  Ranks node(2, 2, 2, 8, 1);
-  node.run([&](Communicator& comm, int rank) {
-    std::mt19937_64 random(test::seed() + rank);
-    const Input input = make_input(random, 8, 2, 4);
-    const auto dispatch = [&](const std::byte* x) {
-      auto plan = comm.begin_dispatch({x, input.ids.data(), false, nullptr, 8, RowLayout::expert, 1, -1});
-      std::vector<float> rows(plan->rows * kHidden);
-      comm.pull(bytes(rows), nullptr, nullptr);
-      return std::pair(plan, rows);
-    };
-    const auto [plan, rows] = dispatch(bytes(input.x));
-    const auto [again, rows_again] = dispatch(bytes(input.x));
-    CHECK(plan == again && rows == rows_again && comm.stats().plans_reused == 1);
-    for (int i = 0; i < 10; ++i) {
-      const std::shared_ptr<std::byte> in_window = comm.take_input();
-      std::copy(bytes(input.x), bytes(input.x) + input.x.size() * sizeof(float), in_window.get());
-      CHECK(comm.input_offset(in_window.get()) > 0);
-      CHECK(dispatch(in_window.get()).second == rows);
-    }
-    const auto first = comm.take_input(), second = comm.take_input();
-    CHECK(first != second);
-    CHECK(test::throws(ErrorKind::out_of_memory, "both input buffers", [&] { comm.take_input(); }));
-  });
-}
-
 TEST(host_pool) {
   auto pool = std::make_shared<HostPool>();
   auto first = pool->take(1 << 20);

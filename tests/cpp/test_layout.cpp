@@ -1,4 +1,4 @@
-// The window's layout and the pure functions of routing, with the examples of their comments.
+// The window's layout, and what an immediate of the network holds.
 #include <algorithm>
 #include <utility>
 
@@ -11,17 +11,6 @@ using namespace moecomm;
 
 namespace {
 
-TEST(routing_example) {
-  const int32_t ids[] = {6, 1, 7, -1};
-  CHECK(expert_owner(6, 2) == 3 && expert_owner(1, 2) == 0 && expert_owner(-1, 2) == -1);
-  CHECK(first_of_owner(ids, 0, 2) && first_of_owner(ids, 1, 2) && !first_of_owner(ids, 2, 2) &&
-        !first_of_owner(ids, 3, 2));
-  CHECK(owners_between(ids, 4, 2, 0, 0) == 0);
-  CHECK(owners_between(ids, 4, 2, 0, 3) == 1);
-  CHECK(owners_between(ids, 4, 2, 0, 4) == 2);
-  static_assert(align_up(0, 8) == 0 && align_up(1, 8) == 8 && align_up(8, 8) == 8 && align_up(7, 1) == 7);
-}
-
 void check_sections(const WindowLayout& layout) {
   int64_t end = 0;
   for (const Section& section : window_sections(layout.shape)) {
@@ -29,20 +18,6 @@ void check_sections(const WindowLayout& layout) {
     end = section.offset + section.bytes;
   }
   CHECK(end == layout.total_bytes && layout.committed_bytes == layout.input[0]);
-}
-
-TEST(node_map) {
-  // The example of layout/nodes.hpp.
-  const NodeMap nodes{6, 2};
-  CHECK(nodes.nodes() == 3 && nodes.node_of(3) == 1 && nodes.local_of(3) == 1 && nodes.rank_of(2, 1) == 5);
-  CHECK(nodes.same_node(2, 3) && !nodes.same_node(3, 4));
-  CHECK(NodeMap::other(0, 1) == 0 && NodeMap::other(2, 1) == 1);
-  for (const int32_t own : {0, 1, 2})
-    for (const int32_t other : {0, 1})
-      CHECK(NodeMap::other(NodeMap::node_of_other(other, own), own) == other);
-  const int32_t ids[] = {6, 1, 7, -1};  // owners 3, 0, 3 of 2 experts each
-  CHECK(owned_in(ids, 4, 2, 0, 2) && owned_in(ids, 4, 2, 2, 4) && !owned_in(ids, 4, 2, 1, 3));
-  CHECK(owners_between(ids, 4, 2, 2, 4) == 1 && owners_between(ids, 4, 2, 1, 3) == 0);
 }
 
 TEST(nodes) {

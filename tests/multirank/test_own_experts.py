@@ -119,34 +119,23 @@ class Scales(nn.Module):
         return rows_PH * self.scale if int(offsets_L[-1]) else torch.zeros_like(rows_PH)
 
 
+@pytest.mark.parametrize("trained", ["tokens", "experts"])
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
 @on_ranks(2)
 def test_a_rank_without_rows_takes_part_in_the_backward(
-    rank: int, world_size: int, options: dict[str, Any]
+    rank: int, world_size: int, options: dict[str, Any], trained: str
 ) -> None:
-    """Sends every token to rank 0; nothing but the tokens wants a gradient."""
-    layer = build(rank, world_size, options, 0, experts=Scales().requires_grad_(False))
-    weight_EH = layer.router.weight
-    weight_EH.requires_grad_(False).fill_(-1.0)[:2] = 1.0
-    x_TH = torch.rand(4, HIDDEN, dtype=torch.float64).requires_grad_()
-    layer(x_TH).sum().backward()
-    assert x_TH.grad is not None
-    assert_close(x_TH.grad, torch.full_like(x_TH, 2.0))  # the weights of two equal scores sum to 1
-    layer.comm.close()
-
-
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
-@on_ranks(2)
-def test_experts_train_alone_where_a_rank_has_no_rows(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
-    """Sends every token to rank 0; nothing but the experts wants a gradient."""
-    layer = build(rank, world_size, options, 0, experts=Scales())
+    """Sends every token to rank 0; nothing but the tokens, or the experts, wants a gradient."""
+    layer = build(rank, world_size, options, 0, experts=Scales().requires_grad_(trained == "experts"))
     layer.router.weight.requires_grad_(False).fill_(-1.0)[:2] = 1.0
-    layer(torch.ones(4, HIDDEN, dtype=torch.float64)).sum().backward()
+    x_TH = torch.ones(4, HIDDEN, dtype=torch.float64).requires_grad_(trained == "tokens")
+    layer(x_TH).sum().backward()
     gradient = layer.experts.scale.grad
-    assert (gradient is None) == (rank == 1)
-    if gradient is not None:  # the weights of two equal scores sum to 1
+    assert (gradient is None) == (rank == 1 or trained == "tokens")
+    assert (x_TH.grad is None) == (trained == "experts")
+    if x_TH.grad is not None:  # the weights of two equal scores sum to 1
+        assert_close(x_TH.grad, torch.full_like(x_TH, 2.0))
+    if gradient is not None:
         assert_close(gradient, torch.tensor(4.0 * HIDDEN * world_size, dtype=torch.float64))
     layer.comm.close()
 
