@@ -45,17 +45,8 @@ def test_dispatch_arguments(three: Pools, seed: int) -> None:
     test_bad_input.test_dispatch_arguments(pool=three, ranks_or_alone=3, fixed=False, seed=seed)
 
 
-def test_combine_arguments(three: Pools, seed: int) -> None:
-    test_bad_input.test_combine_arguments(pool=three, ranks_or_alone=3, seed=seed)
-
-
 def test_calls_that_differ_between_nodes(three: Pools, seed: int) -> None:
     test_bad_input.test_calls_that_differ_between_ranks(pool=three, size=3, seed=seed)
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_too_small_a_capacity(three: Pools, layout: str, seed: int) -> None:
-    test_bad_input.test_too_small_a_capacity(pool=three, ranks_or_alone=3, layout=layout, seed=seed)
 
 
 def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Pools) -> None:

@@ -1,7 +1,6 @@
 """What programs do with a layer: compile it, load its weights, put other tensors in their place, leave steps
 out. One rank, so that gradients can be compared with those of the plain way."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -420,23 +419,6 @@ def test_a_result_may_be_changed_in_place(
     )
     for one, other in zip(found, want, strict=True):
         assert one is other is None or torch.equal(one, other)
-
-
-@pytest.mark.parametrize(("hooks", "node"), [(False, "_KeepBackward"), (True, "_FinishBackward")])
-def test_a_pass_is_one_function_outside_of_hooks(
-    comm: moecomm.Communicator, hooks: bool, node: str, seed: int
-) -> None:
-    """Only a recomputation, which needs hooks, ends before the result; gradients are the same."""
-    layer, x_TH = made(comm, seed), torch.randn(8, 16)
-    with torch.autograd.graph.save_on_cpu() if hooks else contextlib.nullcontext():
-        y_TH = layer(x_TH)
-    assert type(y_TH.grad_fn).__name__ == node
-    y_TH.sum().backward()
-    found = [each.grad for each in layer.parameters()]
-    layer.zero_grad()
-    layer(x_TH).sum().backward()
-    for one, other in zip(found, layer.parameters(), strict=True):
-        assert one is not None and other.grad is not None and torch.equal(one, other.grad)
 
 
 def test_the_checksum_of_a_router_on_a_gpu_is_one_call_late(
