@@ -431,8 +431,9 @@ class TestErrors:
         out = comm.dispatch(x_TH, ids_TK)
         with pytest.raises(moecomm.InvalidArgument, match="rows has shape"):
             comm.combine(out.tokens[1:], out.handle)
-        with pytest.raises(moecomm.InvalidArgument, match="dequantize is False"):
-            comm.dispatch(x_TH, ids_TK, dequantize=False)
+        for wrong in (False, 1):
+            with pytest.raises(moecomm.InvalidArgument, match=f"dequantize is {wrong}"):
+                comm.dispatch(x_TH, ids_TK, dequantize=wrong)
         with pytest.raises(moecomm.InvalidArgument, match="x is a pair"):
             comm.dispatch((x_TH.to(torch.float8_e4m3fn), torch.ones(5, 1)), ids_TK)
 
