@@ -1,7 +1,9 @@
-"""A recorder for GraphedStep that records nothing: each replay runs the step."""
+"""A recorder for GraphedStep that records nothing: each replay runs the step; and a step."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -12,3 +14,14 @@ class Played:
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
         return run
+
+
+def step_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """A forward and a backward of the model, whose loss is the sum of squares."""
+
+    def step(x_TH: Tensor) -> Tensor:
+        loss: Tensor = model(x_TH).square().sum()
+        loss.backward()
+        return loss
+
+    return step

@@ -257,14 +257,6 @@ TEST(reading_after_a_break) {
   for (uint64_t i = 0; i < kMessages; ++i) CHECK(events[i].message == (LinkMessage{1, 0, 1, i}));
 }
 
-TEST(one_peer) {
-  Rail rail(1);
-  rail.connect();
-  std::vector<LinkEvent> events;
-  rail.links[0]->poll(events);
-  CHECK(events.empty());
-}
-
 // -- who is let in ---------------------------------------------------------------------------------------
 
 TEST(strays) {

@@ -37,7 +37,7 @@ from tests import ranks
 from tests.multirank.catching import refused
 from tests.multirank.conftest import Pools
 from tests.multirank.on_ranks import on_ranks
-from tests.played import Played
+from tests.played import Played, step_of
 
 TOKENS = 12
 OPTIONS: dict[str, Any] = {
@@ -355,15 +355,7 @@ def test_buffers_after_runs_that_ended_early(rank: int, world_size: int, seed: i
     other = (one + config.num_experts // 2) % config.num_experts
     all_alike, balanced = (axes[0] + axes[1]).expand(TOKENS, config.hidden), axes[one] + axes[other]
 
-    def run(each: nn.Module) -> Callable[[Tensor], Tensor]:
-        def step(x_TH: Tensor) -> Tensor:
-            loss = each(x_TH).square().sum()
-            loss.backward()
-            return loss
-
-        return step
-
-    step, plain = GraphedStep(run(model), model, headroom=1.0, recorder=Played()), run(twin)
+    step, plain = GraphedStep(step_of(model), model, headroom=1.0, recorder=Played()), step_of(twin)
     fullest = []
     for x_TH in (all_alike, balanced):
         step(x_TH)

@@ -266,11 +266,7 @@ def test_refusals(rank: int, size: int, folders: Path, seed: int) -> None:
     folder = saved_once(folders, "qwen3_moe")
     model, tokens = _load(folder, 2), batch_of(0, seed)
 
-    def forward_backward(tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(tokens, labels=tokens).loss
-        loss.backward()
-        return loss
-
+    forward_backward = functools.partial(_forward_backward, model)
     with pytest.raises(InvalidArgument, match="no experts of transformers that moecomm has run: call it"):
         GraphedStep(forward_backward, model, recorder=Played())
     forward_backward(tokens)

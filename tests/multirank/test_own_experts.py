@@ -1,7 +1,6 @@
 """A MoELayer with experts of the user's own equals all experts applied to all tokens, with gradients."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from moecomm.nn import (
 from tests.multirank.catching import refused
 from tests.multirank.moe_cases import poison_tail
 from tests.multirank.on_ranks import on_ranks
-from tests.played import Played
+from tests.played import Played, step_of
 
 HIDDEN, TOKENS = 16, (6, 0, 9)
 FIXED = {"capacity_factor": 3.0, "pad_to_capacity": True}
@@ -203,18 +202,10 @@ def test_a_graphed_step(rank: int, world_size: int, seed: int) -> None:
     model = copy.deepcopy(plain)
     assert all(map(is_expert_parameter, model.experts.parameters()))
 
-    def step(layer: MoELayer) -> Callable[[Tensor], Tensor]:
-        def run(x_TH: Tensor) -> Tensor:
-            loss = layer(x_TH).square().sum()
-            loss.backward()
-            return loss
-
-        return run
-
-    graph = GraphedStep(step(model), model, headroom=0.2, recorder=Played())
+    graph = GraphedStep(step_of(model), model, headroom=0.2, recorder=Played())
     for number in range(3):
         x_TH = tokens_of(rank, seed + 10 * number)
-        assert torch.equal(graph(x_TH), step(plain)(x_TH).detach())
+        assert torch.equal(graph(x_TH), step_of(plain)(x_TH).detach())
         for got, want in zip(model.parameters(), plain.parameters(), strict=True):
             assert got.grad is not None and want.grad is not None
             assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-12)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from moecomm import Communicator, InvalidArgument, Unsupported
 from moecomm.graphs.graphed_step import Needed
 from moecomm.nn import GraphedStep, MoEConfig, MoELayer, OverlapConfig
-from tests.played import Played
+from tests.played import Played, step_of
 
 CONFIG = MoEConfig(hidden=16, ffn_hidden=8, num_experts=4, top_k=2, dtype=torch.float64)
 
@@ -33,15 +33,6 @@ def comm() -> Iterator[Communicator]:
 @pytest.fixture
 def model(comm: Communicator) -> nn.Module:
     return nn.Sequential(MoELayer(CONFIG, comm), MoELayer(CONFIG, comm))
-
-
-def step_of(model: nn.Module) -> Any:
-    def step(x_TH: Tensor) -> Tensor:
-        loss: Tensor = model(x_TH).square().sum()
-        loss.backward()
-        return loss
-
-    return step
 
 
 def test_graphs_are_of_gpus(model: nn.Module) -> None:
