@@ -154,7 +154,7 @@ class CountedProducts(Products):
 
 
 @pytest.mark.parametrize("most_rows", [None, 0])
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 2.0, "pad_to_capacity": True}])
+@pytest.mark.parametrize("options", [{}, FIXED, {"ffn_hidden": 13}], ids=str)
 @on_ranks(2)
 def test_weights_later_over_several_backwards(
     rank: int, world_size: int, options: dict[str, Any], most_rows: int | None, seed: int
