@@ -49,7 +49,7 @@ def test_a_file_that_was_sent_outlives_its_sender(mailbox: Mailbox) -> None:
         os._exit(0)
     assert os.waitpid(sender, 0)[1] == 0
     taken = mailbox.take({1: sender}, rank=0, phase=PHASE, timeout=5.0)
-    assert os.pread(taken[1], 10, 0) == b"left"
+    assert os.pread(taken[1], 10, 0) == b"left" and not os.get_inheritable(taken[1])
     os.close(taken[1])
 
 
