@@ -35,10 +35,9 @@ class Buffer(LowLatency):
         group: the ranks.
         num_nvl_bytes, num_rdma_bytes: kept as attributes; moecomm makes memory by the largest batch.
         explicitly_destroy: `destroy()` may be called.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric:
-            nothing here depends on them.
         enable_shrink: ignored with a warning: no rank is masked.
         comm: a communicator of MPI, which raises NotImplementedError.
+        The others are ignored.
     """
 
     num_sms: int = 20
@@ -74,8 +73,8 @@ class Buffer(LowLatency):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the SMs that an operation uses, for communicators that are built later. Until it is called
-        they use moecomm's own number, three quarters of a GPU. Raises InvalidArgument for an odd number."""
+        """Sets the SMs of an operation, for communicators that are built later, in place of three quarters
+        of a GPU. Raises InvalidArgument for an odd number."""
         if new_num_sms % 2 or new_num_sms < 2:
             raise InvalidArgument(f"new_num_sms is {new_num_sms}, expected an even number of at least 2")
         Buffer.num_sms = Buffer._chosen_sms = new_num_sms
@@ -165,10 +164,9 @@ class Buffer(LowLatency):
             num_worst_tokens: if above 0, the number of rows of the result, the same on all ranks; the host
                 waits for nothing. On GPUs a rank may then bring num_worst_tokens / R tokens, or as many as
                 any rank brought before; more raise InvalidArgument on that rank.
-            num_tokens_per_rank, num_tokens_per_rdma_rank, config, allocate_on_comm_stream: nothing depends on
-                them.
             previous_event: with async_finish the operation begins after it, else after the current stream.
             async_finish: the current stream does not wait for the operation; the returned event is for it.
+            The others are ignored.
 
         Returns:
             The rows, (P, H) by source rank, then token, or a pair as given; (P, K) local expert ids in the
@@ -216,14 +214,8 @@ class Buffer(LowLatency):
                 counts = self._total(num_tokens_per_expert).tolist()
             counts = all_rounded_up(counts, expert_alignment)
             handle = DispatchHandle(comm, out, ids_TK, is_token_in_rank, capacity)
-            return (
-                out.tokens,
-                out.scales,
-                None if topk_idx is None else out.topk_idx,
-                out.weights,
-                counts,
-                handle,
-            )
+            idx_PK = None if topk_idx is None else out.topk_idx
+            return out.tokens, out.scales, idx_PK, out.weights, counts, handle
 
         inputs = (*rows, topk_idx, topk_weights, is_token_in_rank)
         (tokens, scales, idx_PK, *others), event = self.run(bring, inputs, before, async_finish)

@@ -102,15 +102,11 @@ class ElasticBuffer(Operations):
 
     Args:
         group: the ranks.
-        num_bytes: kept as an attribute; moecomm makes memory by the largest batch.
-        num_max_tokens_per_rank: C, where a dispatch gives none; needed without do_cpu_sync.
-        num_allocated_qps: kept as an attribute.
-        explicitly_destroy: `destroy()` may be called.
-        hidden, num_topk, use_fp8_dispatch, allow_hybrid_mode, prefer_overlap_with_compute, sl_idx,
-            num_cpu_timeout_secs, num_gpu_timeout_secs: nothing here depends on them.
-        deterministic, allow_multiple_reduction: every result has the same bits on every run, and a rank sums
-            its rows of a token before they travel.
+        num_bytes, num_allocated_qps: kept as attributes; moecomm makes memory by the largest batch.
         num_cpu_bytes: 0; more raises NotImplementedError.
+        num_max_tokens_per_rank: C, where a dispatch gives none; needed without do_cpu_sync.
+        explicitly_destroy: `destroy()` may be called.
+        The others are ignored: every result has the same bits on every run.
     """
 
     def __init__(
@@ -170,9 +166,7 @@ class ElasticBuffer(Operations):
         """Returns (1, R): nodes are moecomm's own matter."""
         return 1, self.num_ranks
 
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Returns (1, R), as `get_physical_domain_size`."""
-        return 1, self.num_ranks
+    get_logical_domain_size = get_physical_domain_size
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *args: Any, **options: Any) -> int:
         """Returns the SMs that moecomm uses by itself: three quarters of a GPU; 1 without one."""
@@ -238,7 +232,7 @@ class ElasticBuffer(Operations):
                 it has R * C rows; if expanded, R * C * min(K, L) and those for padding; T is at most C. None:
                 True.
             do_expand: expanded layout: a row for each (token, local expert), by expert, source rank, token.
-            num_qps, allocate_on_comm_stream, do_zero_padding: nothing depends on them; padding is zero.
+            num_qps, allocate_on_comm_stream, do_zero_padding: ignored; padding is zero.
             use_tma_aligned_col_major_sf: the memory of scales is by columns, each of a multiple of 16 bytes,
                 as DeepGEMM reads them.
             defer_epilogue: the event alone is returned, whose `wait()` returns the rest; needs
@@ -386,8 +380,8 @@ class ElasticBuffer(Operations):
         return self.num_ranks * most * min(top_k, local) + local * (alignment - 1)
 
     def _before(self, first: Any, epilogue: Any) -> list[EventHandle]:
-        """Returns the events after which an operation begins. `first` is waited for in place of the current
-        stream, `epilogue` in addition."""
+        """Returns the events after which an operation begins: `first`, or else the current stream, and
+        `epilogue`."""
         before = events_of(first)
         if epilogue is not None and not before:
             before.append(self.capture())

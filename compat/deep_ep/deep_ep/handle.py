@@ -14,7 +14,7 @@ from moecomm import Communicator, DispatchOutput
 
 
 class TupleHandle(PlanHandle, Sequence[Any]):
-    """A base of handles with elements, which are made when they are asked for."""
+    """A base of handles with elements, made on demand."""
 
     @abstractmethod
     def _elements(self) -> tuple[Any, ...]: ...

@@ -31,6 +31,8 @@ from moecomm.shared import largest, may_be_too_large
 
 __all__ = ["BufferConfig", "HybridEPBuffer", "indices_to_map"]
 
+_DATA_TYPES = ("UINT16", "UINT8")  # of rows in bfloat16, and in fp8
+
 
 @dataclass
 class BufferConfig:
@@ -66,7 +68,7 @@ class HybridEPBuffer(Operations):
         hidden_dim, num_local_experts, use_fp8: kept in `configurer.buffer_config`; the batches decide.
         max_num_of_tokens_per_rank: tokens for which communicators are built.
         num_sms_dispatch_api: SMs of an operation, also of a combine; None: moecomm's own number.
-        The others: nothing here depends on them.
+        The others are ignored.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class HybridEPBuffer(Operations):
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
         self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
         sizes = (hidden_dim, max_num_of_tokens_per_rank, num_local_experts, self.group_size)
-        self.configurer = SimpleNamespace(buffer_config=BufferConfig(*sizes, _data_type(use_fp8)))
+        self.configurer = SimpleNamespace(buffer_config=BufferConfig(*sizes, _DATA_TYPES[use_fp8]))
         self._num_sms = num_sms_dispatch_api
         self._top_k: dict[int, int] = {}  # by number of experts: the top-k that ranks have agreed on for maps
         self._bounded: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -120,7 +122,7 @@ class HybridEPBuffer(Operations):
             "hidden_dim": hidden_dim,
             "num_of_experts_per_rank": num_local_experts,
             "pad_multiple": pad_multiple,
-            "token_data_type": None if use_fp8 is None else _data_type(use_fp8),
+            "token_data_type": None if use_fp8 is None else _DATA_TYPES[use_fp8],
         }
         for name, value in {**given, **kwargs}.items():
             if value is not None:
@@ -150,7 +152,7 @@ class HybridEPBuffer(Operations):
             num_of_experts: E; needed with topk_idx.
             routing_map, probs: in place of ids and weights, (T, E) bool, and (T, E) or None.
             handle: of an earlier dispatch, along whose plan the rows go, with probs or weights if given.
-            num_dispatched_tokens_tensor, num_dispatched_tokens: nothing depends on them.
+            The others are ignored.
 
         Returns:
             The rows, (P, H), by source rank, then token; (P, E) probs, 0 but for the experts of this rank, or
@@ -226,8 +228,7 @@ class HybridEPBuffer(Operations):
             non_blocking: the host waits for nothing; needs num_permuted_tokens, a multiple of pad_multiple.
             use_host_meta: the opposite of non_blocking, deprecated.
             num_of_experts_per_rank, use_fp8: kept in the handle's config.
-            fuse_permute_dispatch, num_dispatched_tokens: nothing depends on them.
-            The others are as in `dispatch`.
+            fuse_permute_dispatch: ignored. The others are as in `dispatch`.
 
         Returns:
             The rows, (P, H), by expert, then source rank, then token; (P,) probs or None; (P, H / 128) scales
@@ -414,10 +415,6 @@ class HybridEPBuffer(Operations):
                 torch.cuda.synchronize(comm.device)
             with contextlib.suppress(CapacityExceeded):
                 comm.check()
-
-
-def _data_type(fp8: bool) -> str:
-    return "UINT8" if fp8 else "UINT16"
 
 
 def _expect(handle: Any, layout: str) -> HybridHandle:

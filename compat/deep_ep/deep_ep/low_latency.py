@@ -95,8 +95,8 @@ class LowLatency(Operations):
     ) -> tuple[Any, Tensor, SlotHandle, EventOverlap, Hook | None]:
         """Brings each token to its experts, a row for each, at fixed positions. The host waits for nothing.
 
-        The first call of a shape (E, H, K, C, dtype, use_fp8) builds a communicator on all ranks together, so
-        it cannot be captured in a CUDA graph; later ones can.
+        The first call of a shape (E, H, K, C, dtype, use_fp8) builds a communicator on all ranks together,
+        and cannot be captured in a CUDA graph.
 
         Args:
             x: (T, H) rows of bfloat16, float16 or float32, T at most C.
@@ -104,7 +104,7 @@ class LowLatency(Operations):
             num_max_dispatch_tokens_per_rank: C, the same on all ranks.
             num_experts: E.
             cumulative_local_expert_recv_stats: (L,) int32 or int64, to which the returned counts are added.
-            dispatch_wait_recv_cost_stats: ignored with a warning; see `moecomm.Communicator.stats()`.
+            dispatch_wait_recv_cost_stats: ignored with a warning.
             use_fp8: rows travel and arrive in float8_e4m3fn, with a scale for 128 columns. On GPUs alone; H
                 is a multiple of 128.
             round_scale: scales are powers of two.
@@ -182,15 +182,14 @@ class LowLatency(Operations):
             topk_idx: (T, K) of the dispatch; where an id is -1 now, its row does not count.
             topk_weights: (T, K) float32, with float64 rows float64.
             handle: of the dispatch.
-            use_logfmt: nothing depends on it: rows travel in their dtype.
+            use_logfmt: ignored; rows travel in their dtype.
             zero_copy: the rows are in the tensor of `get_next_low_latency_combine_buffer`, and x is not read.
             out: (T, H), into which the sums are written too.
             combine_wait_recv_cost_stats: ignored with a warning.
             The others are as in `low_latency_dispatch`.
 
         Returns:
-            (T, H) sums: a rank sums its rows of a token in the order of k, then the token's rank adds these
-            sums by ascending rank; both in float32, rounded once. An event; the hook, or None.
+            (T, H) sums, in the order of `ElasticBuffer.combine`; an event; the hook, or None.
 
         Raises:
             InvalidArgument: a handle of another call, or zero_copy without that tensor.
@@ -200,56 +199,52 @@ class LowLatency(Operations):
             kind = type(handle).__name__
             raise InvalidArgument(f"handle is {kind}, expected that of a low_latency_dispatch")
         _ignore("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
-        given = (x, topk_idx, topk_weights, handle, zero_copy, async_finish, return_recv_hook, out)
-        return call_or_tell(handle.carrying or handle.comm, self._sum_slots, *given)
 
-    def _sum_slots(
-        self,
-        x: Tensor | None,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: SlotHandle,
-        zero_copy: bool,
-        async_finish: bool,
-        return_recv_hook: bool,
-        out: Tensor | None,
-    ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        if zero_copy and handle.rows_LNH is None:
-            raise InvalidArgument(
-                "zero_copy is True, expected False: get_next_low_latency_combine_buffer was not called with "
-                "this handle"
-            )
-        _refuse_both(async_finish, return_recv_hook)
-        rows = handle.rows_LNH if zero_copy else x
-        comm, carrying, shape = handle.comm, handle.carrying, handle.shape
-        if rows is None or tuple(rows.shape) != shape:
-            found = "is None" if rows is None else f"has shape {tuple(rows.shape)}"
-            raise InvalidArgument(f"x {found}, expected that of the dispatch, {shape}")
-        require_shape("topk_idx", topk_idx, "(T, K)", None, None, dtypes=INTEGERS)
-        sums = (handle.handle.num_tokens, shape[2])
-        if out is not None and (out.shape != sums or out.dtype != comm.dtype or out.device != comm.device):
-            found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
-            raise InvalidArgument(f"out is {found}, expected {comm.dtype} of shape {sums} on {comm.device}")
-        ids_TK = None if carrying is None else handle.ids_TK
-        if topk_weights.shape != topk_idx.shape:
-            sizes = f"{tuple(topk_weights.shape)}, expected that of topk_idx, {tuple(topk_idx.shape)}"
-            raise InvalidArgument(f"topk_weights has shape {sizes}")
+        def sum_slots() -> tuple[Tensor, EventOverlap, Hook | None]:
+            if zero_copy and handle.rows_LNH is None:
+                raise InvalidArgument(
+                    "zero_copy is True, expected False: get_next_low_latency_combine_buffer was not called "
+                    "with this handle"
+                )
+            _refuse_both(async_finish, return_recv_hook)
+            rows = handle.rows_LNH if zero_copy else x
+            comm, carrying, shape = handle.comm, handle.carrying, handle.shape
+            if rows is None or tuple(rows.shape) != shape:
+                found = "is None" if rows is None else f"has shape {tuple(rows.shape)}"
+                raise InvalidArgument(f"x {found}, expected that of the dispatch, {shape}")
+            require_shape("topk_idx", topk_idx, "(T, K)", None, None, dtypes=INTEGERS)
+            sums = (handle.handle.num_tokens, shape[2])
+            if out is not None and (
+                out.shape != sums or out.dtype != comm.dtype or out.device != comm.device
+            ):
+                found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
+                raise InvalidArgument(
+                    f"out is {found}, expected {comm.dtype} of shape {sums} on {comm.device}"
+                )
+            ids_TK = None if carrying is None else handle.ids_TK
+            if topk_weights.shape != topk_idx.shape:
+                sizes = f"{tuple(topk_weights.shape)}, expected that of topk_idx, {tuple(topk_idx.shape)}"
+                raise InvalidArgument(f"topk_weights has shape {sizes}")
 
-        def bring_back() -> tuple[Tensor | None, ...]:
-            counted_TK, rows_PH = topk_weights, rows.reshape(-1, shape[2])
-            if not handle.is_of(topk_idx):
-                counted_TK = topk_weights.masked_fill(topk_idx < 0, 0.0)
-            if ids_TK is None or carrying is None:
-                sums_TH = comm.combine_weighted(rows_PH, handle.handle, counted_TK)
-            else:
-                sent = carrying.dispatch(carriers(ids_TK, comm), ids_TK, counted_TK, expert_capacity=shape[1])
-                sums_TH = comm.combine(rows_PH, handle.handle, weights=sent.weights)
-            return (sums_TH if out is None else out.copy_(sums_TH),)
+            def bring_back() -> tuple[Tensor | None, ...]:
+                counted_TK, rows_PH = topk_weights, rows.reshape(-1, shape[2])
+                if not handle.is_of(topk_idx):
+                    counted_TK = topk_weights.masked_fill(topk_idx < 0, 0.0)
+                if ids_TK is None or carrying is None:
+                    sums_TH = comm.combine_weighted(rows_PH, handle.handle, counted_TK)
+                else:
+                    sent = carrying.dispatch(
+                        carriers(ids_TK, comm), ids_TK, counted_TK, expert_capacity=shape[1]
+                    )
+                    sums_TH = comm.combine(rows_PH, handle.handle, weights=sent.weights)
+                return (sums_TH if out is None else out.copy_(sums_TH),)
 
-        inputs = (rows, ids_TK, topk_idx, topk_weights, out)
-        (sums_TH,), event, hook = self._issue(bring_back, inputs, async_finish, return_recv_hook)
-        assert sums_TH is not None
-        return sums_TH, event, hook
+            inputs = (rows, ids_TK, topk_idx, topk_weights, out)
+            (sums_TH,), event, hook = self._issue(bring_back, inputs, async_finish, return_recv_hook)
+            assert sums_TH is not None
+            return sums_TH, event, hook
+
+        return call_or_tell(handle.carrying or handle.comm, sum_slots)
 
     def get_next_low_latency_combine_buffer(self, handle: SlotHandle) -> Tensor:
         """Returns an uninitialised tensor (L, R * C, H), into which the caller writes the rows of a combine

@@ -47,15 +47,10 @@ class PlanHandle:
         return self._ids_TK
 
 
-def events_of(*given: Any) -> list[EventHandle]:
-    """Returns the events among EventHandles, EventOverlaps and None."""
-    if given == _NONE:
-        return []
-    found = [getattr(each, "event", each) for each in given if each is not None]
-    return [each for each in found if each is not None]
-
-
-_NONE = (None,)
+def events_of(given: Any) -> list[EventHandle]:
+    """Returns the event of an EventHandle or EventOverlap in a list, which is empty for None."""
+    event = getattr(given, "event", given)
+    return [] if event is None else [event]
 
 
 class Operations:
@@ -190,29 +185,7 @@ class Operations:
         """Returns (T, H) sums of rows, plus one or two biases; (T, K) weights or None; and an event. names:
         of x and weights, for errors."""
         comm, plan = plan_of(handle)
-        return call_or_tell(comm, self._bring_back, comm, plan, x, weights, bias, before, apart, names)
-
-    def _bring_back(
-        self,
-        comm: Communicator,
-        plan: Handle,
-        x: Tensor,
-        weights: Tensor | None,
-        bias: Any,
-        before: Events,
-        apart: bool,
-        names: tuple[str, str],
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         biases = [each for each in (bias if isinstance(bias, (tuple, list)) else (bias,)) if each is not None]
-        for each in biases:
-            if each.shape != (plan.num_tokens, comm.hidden) or not each.is_floating_point():
-                found = f"{each.dtype} of shape {tuple(each.shape)}"
-                wanted = f"floating point of shape ({plan.num_tokens}, {comm.hidden})"
-                raise InvalidArgument(f"bias is {found}, expected {wanted}")
-
-        if weights is not None:  # here, since the call below has other names for them
-            check_rows(names[0], x, plan.num_rows, comm.hidden, comm.dtype, comm.device)
-            check_weights_of_rows(names[1], weights, plan, comm.top_k, comm.dtype, comm.device)
 
         def work() -> tuple[Tensor, Tensor | None]:
             if weights is None:
@@ -224,7 +197,18 @@ class Operations:
                 sums_TH = sum((each.to(wide) for each in biases), sums_TH.to(wide)).to(x.dtype)
             return sums_TH, weights_TK
 
-        (sums_TH, weights_TK), event = self.run(work, (x, weights, *biases), before, apart)
+        def checked() -> tuple[tuple[Any, ...], EventOverlap]:
+            for each in biases:
+                if each.shape != (plan.num_tokens, comm.hidden) or not each.is_floating_point():
+                    found = f"{each.dtype} of shape {tuple(each.shape)}"
+                    wanted = f"floating point of shape ({plan.num_tokens}, {comm.hidden})"
+                    raise InvalidArgument(f"bias is {found}, expected {wanted}")
+            if weights is not None:  # here, since the call in `work` has other names for them
+                check_rows(names[0], x, plan.num_rows, comm.hidden, comm.dtype, comm.device)
+                check_weights_of_rows(names[1], weights, plan, comm.top_k, comm.dtype, comm.device)
+            return self.run(work, (x, weights, *biases), before, apart)
+
+        (sums_TH, weights_TK), event = call_or_tell(comm, checked)
         return sums_TH, weights_TK, event
 
 
