@@ -158,8 +158,7 @@ def check_rows(
     device: torch.device,
     whose: str = "the communicator's dtype",
 ) -> None:
-    """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows.
-    `whose`: what prescribes `dtype`, for the error's text."""
+    """Checks `rows_XH`; count None allows any number of rows. `whose`: what prescribes `dtype`, in errors."""
     first = rows_XH.shape[:1] if count is None and isinstance(rows_XH, torch.Tensor) else (count,)
     if _is(rows_XH, (*first, hidden), dtype, device):
         return
@@ -245,8 +244,8 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 
 def most_alignment(most_rows: int, local_experts: int) -> int:
-    """Returns the largest alignment, up to 2**20, with which a rank's output has fewer than 2**31 rows.
-    `most_rows`: the most rows that it can have without alignment."""
+    """Returns the largest alignment, up to 2**20, with which a rank's output, of at most `most_rows` rows
+    without alignment, has fewer than 2**31 rows."""
     return max(1, min(_MOST_ALIGNMENT, (_MOST_ROWS - most_rows) // local_experts))
 
 
@@ -260,9 +259,8 @@ def check_options(
     local_experts: int = 1,
     most_rows: int = 0,
 ) -> tuple[Layout, int, int, int]:
-    """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity) with -1 in
-    place of None. `most_experts`: the most experts of one rank that a token can choose; `most_rows`: the most
-    tokens that can choose one expert."""
+    """Returns the checked options of a dispatch with -1 in place of None. `most_experts`: the most experts of
+    one rank that a token can choose; `most_rows`: the most tokens that can choose one expert."""
     if layout not in ("expert", "rank"):
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
     require_integer("alignment", alignment, 1, largest_alignment)
@@ -289,12 +287,8 @@ def check_options(
         require_integer("expert_capacity", expert_capacity, 0)
     elif layout == "rank" and capacity is not None:
         expert_capacity = require_integer("capacity * min(K, L)", capacity * most_experts, 0)
-    return (
-        layout,
-        alignment,
-        -1 if capacity is None else capacity,
-        -1 if expert_capacity is None else expert_capacity,
-    )
+    rows, positions = (-1 if each is None else each for each in (capacity, expert_capacity))
+    return layout, alignment, rows, positions
 
 
 # -- losses of routers -------------------------------------------------------------------------------------

@@ -158,8 +158,7 @@ _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
 @_disable_dynamo
 def shared_communicator(group: Any, shape: Shape, tokens: int) -> SharedCommunicator:
     """Returns the communicator of a group and shape, and builds it unless all ranks have the same, and no
-    error has ended it on any. The calling layer keeps it alive. All ranks call this before a layer's first
-    dispatch; `tokens` may differ."""
+    error has ended it on any. All ranks call this before a layer's first dispatch; `tokens` may differ."""
     known = _groups.setdefault(group, _OfGroup())
     found = known.alive.get(shape)
     if found is not None and found.has_ended():

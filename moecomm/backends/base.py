@@ -46,8 +46,7 @@ class RawDispatch(NamedTuple):
     plan_views: PlanViews
     """Makes the views of the plan, when one of them is first needed."""
     plan: Any
-    """The plan: an object of the backend with attributes `tokens` and `rows`. `redispatch` and `combine` take
-    such an object, or a TensorPlan."""
+    """An object of the backend with attributes `tokens` and `rows`, which `redispatch` and `combine` take."""
     scales: Tensor | None = None
     """The scales of tokens_PH (WireFormat.scales_shape) if these are in the wire format; else None."""
     expert_index: ExpertIndex | None = None
@@ -237,9 +236,8 @@ class Backend(ABC):
         """Raises the error, if any, that prevents the next dispatch; all ranks raise the same."""
 
     def splits(self, tokens: int) -> bool:
-        """Returns whether an async operation of this many tokens runs in two halves. The second half runs
-        when the result is awaited, so that until then no SM waits for other ranks' rows. The first half is
-        `begin_dispatch`, also with a capacity, or `begin_combine`."""
+        """Returns whether an async operation of this many tokens runs in two halves, the second when the
+        result is awaited, so that until then no SM waits for other ranks' rows."""
         return False
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
@@ -312,17 +310,17 @@ class Backend(ABC):
     def check(self) -> None:
         """Raises a pending error: CapacityExceeded, or the error that has ended the communicator."""
 
-    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or the last reset."""
+        return dict(self._native.stats())
 
-    @abstractmethod
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
+        self._native.reset_stats()
 
-    @abstractmethod
     def last_phases(self) -> dict[str, dict[str, float]]:
         """Returns when the last operation of each kind passed its phases. Raises Unsupported on the CPU."""
+        raise Unsupported("last_phases() is of CUDA: operations on the CPU have no clock of their phases")
 
     @abstractmethod
     def close(self) -> None:

@@ -297,15 +297,6 @@ class CpuBackend(Backend):
     def check(self) -> None:
         self._order.run(self._native.check)
 
-    def stats(self) -> dict[str, Any]:
-        return dict(self._native.stats())
-
-    def reset_stats(self) -> None:
-        self._native.reset_stats()
-
-    def last_phases(self) -> dict[str, dict[str, float]]:
-        raise Unsupported("last_phases() is of CUDA: operations on the CPU have no clock of their phases")
-
     def close(self) -> None:
         if not self._order.finish(self._native.close):
             warn_of_thread()

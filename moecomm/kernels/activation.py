@@ -79,9 +79,9 @@ def activate_backward(
     """Computes the backward of `weighted_activation`: (grad_inner_PI, grad_weights_P, z_PF). Not for
     torch.compile.
 
-    With need_weights, grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], in the weights'
-    dtype; the order of the sum depends on F and the dtype alone. With need_z, z repeats the forward's result,
-    with the same bits. Results that are not needed are empty. Errors are those of `weighted_activation`.
+    grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], in the weights' dtype and an order
+    that depends on F and the dtype alone; z has the bits of the forward. Results that are not needed are
+    empty.
     """
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     grad_inner_PI, grad_weights_P, z_PF = results = _new_gradients(inner_PI, width, need_weights, need_z)

@@ -78,11 +78,8 @@ def limit_to_groups(
 
 
 def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) -> Tensor:
-    """Returns (T, K) int64: K different experts per token, each equally often in any E consecutive tokens.
-
-    A token's choices are E // K apart, so that they spread over the ranks like those of a balanced router.
-    Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]].
-    """
+    """Returns (T, K) int64: K different experts per token, E // K apart, each equally often in any E
+    consecutive tokens. Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]]."""
     token_T1 = torch.arange(num_tokens, device=device).unsqueeze(1)
     slot_K = torch.arange(top_k, device=device) * (num_experts // top_k)
     return (token_T1 + slot_K) % num_experts

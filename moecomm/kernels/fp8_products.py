@@ -42,7 +42,6 @@ class Fp8Products(Products):
         return Fp8Products, ()
 
     def forget(self) -> None:
-        """Drops the quantised copies of weights; the next product makes them again."""
         self._kept.clear()
 
     def kept_bytes(self) -> int:

@@ -26,10 +26,8 @@ class Joined(NamedTuple):
 
 
 def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
-    """Computes the positions of rows when passes are joined, without a host wait.
-
-    ends: for each pass the cumulative ends of its groups, (L,) int32, ascending. rows: for each pass the
-    number of its rows P, at least its ends[-1].
+    """Computes the positions of rows when passes are joined, without a host wait. ends: for each pass the
+    cumulative ends of its groups, (L,) int32, ascending; rows: for each pass its P, at least its ends[-1].
 
     Example, two passes of two groups, ends [2, 3] and [1, 4], 3 and 5 rows: the joined ends are [3, 7], and
     the positions [0, 1, 3] and [2, 4, 5, 6, 7].

@@ -51,10 +51,8 @@ def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
 
 
 def mixed_shards_error(name: str, ranks: Sequence[int], held: str | None) -> InvalidArgument:
-    """Returns the error for experts that fully_shard has sharded over ranks with different experts.
-
-    held: what this rank holds, in words.
-    """
+    """Returns the error for experts that fully_shard has sharded over ranks with different experts. held:
+    those of this rank, in words."""
     return InvalidArgument(
         f"{name} is sharded over ranks {list(ranks)} by fully_shard: this rank holds {held}, and others hold "
         "others. Call moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
@@ -77,8 +75,7 @@ def init_expert_weights(
     weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float, part: ExpertPart, split: Split
 ) -> None:
     """Fills weight[l], or its part or shard, with normal numbers that depend on (seed, name, first_expert +
-    l) alone, so that a model starts the same at every EP and ETP size. The numbers are drawn in float32 on
-    the CPU. A weight on the meta device is left alone."""
+    l) alone, so that a model starts the same at every EP and ETP size. As `init_shared_weight` otherwise."""
     if weight_LAB.is_meta:
         return
     shape = list(weight_LAB.shape)

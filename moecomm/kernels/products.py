@@ -136,11 +136,9 @@ class Products:
         need_weights: bool,
         need_z: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Propagates the gradient of the second product's result back through the product and the activation.
-
-        Returns (grad_inner_PI, grad_weights_P, z_PF): the gradients of the first product and of the routing
-        weights, and the recomputed activation; None for results that are not needed.
-        """
+        """Returns (grad_inner_PI, grad_weights_P, z_PF) by the gradient of the second product's result: the
+        gradients of the first product and of the routing weights, and the recomputed activation; None for
+        results that are not needed."""
         grad_z_PF = self.grouped_mm_dgrad(grad_rows_PH, weight_LFH, groups)
         grad_inner_PI, grad_weights_P, z_PF = activate_backward(
             grad_z_PF, inner_PI, weights_P, groups, activation, need_weights, need_z

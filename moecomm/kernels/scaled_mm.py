@@ -45,11 +45,7 @@ def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Te
 
 def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> Tensor:
     """Returns (L, A, B) in bfloat16: for each group the sum over its rows of left^T right, zero for an empty
-    group.
-
-    left, right: values (A, Q) and (B, Q), of `quantize_columns` with the same ends. Errors are those of
-    `scaled_grouped_mm`.
-    """
+    group. left, right: values (A, Q) and (B, Q), of `quantize_columns` with the same ends."""
     return torch.ops.moecomm.scaled_grouped_mm_wgrad(
         left.values_CQ, left.scales_LC, right.values_CQ, right.scales_LC, left.padded_ends_L
     )

@@ -83,8 +83,8 @@ class PassContext(NamedTuple):
     keep: Keep = "all"
     keep_shared: bool = False
     waits_on_host: bool = False
-    """True: if a pass has used the communicator's stream, and no graph is being captured, the host waits for
-    the device afterwards. So memory that both streams used is free again at once."""
+    """True: after a pass that used the communicator's stream the host waits for the device (`wait_on_host`),
+    so that memory that both streams used is free again at once."""
     deferred: list[Pending] | None = None
     """The list of deferred weight gradients to which the backward adds; None: it computes them at once."""
     recorded: dict[str, Stages] | None = None
@@ -434,10 +434,8 @@ def run_experts(
     context: PassContext, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights, plans: Plans | None
 ) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
-
-    x_TH: (T, H) in the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows); plans:
-    those of the layer within a checkpoint with `keep_plans`. Differentiable once in all others.
-    """
+    Differentiable once. x_TH: in the weights' dtype; topk_weights_TK: float32 (float64 for float64 rows);
+    plans: those of the layer within a checkpoint with `keep_plans`."""
     state = plans.states.pop(0) if plans is not None and plans.again and plans.states else None
     forward = Forward(context, state)
     y_TH = run_forward(forward, x_TH, topk_weights_TK, weights)

@@ -408,8 +408,7 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
 def combine_own_experts(
     comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
 ) -> Tensor:
-    """Runs a user's module and combines: returns (T, H), the sums over a token's experts of weight * row.
-    `has_tail`: a capacity is set, so the dispatch's rows past offsets[-1] are unspecified."""
+    """Runs a user's module and combines: returns (T, H), the sums over a token's experts of weight * row."""
     rows_PH, real_P1 = out.tokens, None
     if has_tail:
         # NaN times zero is not zero: where() hides the tail's contents from the module, and from gradients.

@@ -39,8 +39,8 @@ def watchers_of(layer: Any) -> str | None:
 
 
 def _watcher(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Names a hook of the module, or of a `kind` inside it, or a forward other than kind.forward, if it needs
-    the module's own rows or results; None: none does. Hooks that concern weights alone do not count."""
+    """Names a hook of the module, or of a `kind` inside it, or a forward other than kind.forward; None: there
+    is none. Hooks that concern weights alone do not count."""
     plain = type(module) is kind and not (module._modules or "forward" in module.__dict__)
     if plain and not any(getattr(module, hooks) for hooks in _KINDS):
         return None  # a fast path, since each forward of a layer calls this

@@ -303,9 +303,9 @@ class MoELayer(nn.Module):
     def _route(
         self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
-        """Chooses the experts of each token. Returns the rows, ids and weights that are sent to the experts;
-        and the routing whose losses are still to be attached to the layer's result (None: the weights have
-        them). Sets last_losses and last_tokens_per_expert. Raises on this rank alone."""
+        """Returns the rows, ids and weights that are sent to the experts, and the routing whose losses are
+        still to be attached to the layer's result (None: the weights have them). Sets last_losses and
+        last_tokens_per_expert. Raises on this rank alone."""
         x_TH, balance = x, self._balance
         before = 0 if balance is None else balance.exchanges
         try:
@@ -442,8 +442,8 @@ class MoELayer(nn.Module):
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
-        Custom experts always run this way; with them, `overlap` lets shared experts overlap the dispatch.
-        Shared experts run before the combine, in which other ranks can still learn of their errors."""
+        With custom experts, `overlap` lets shared experts overlap the dispatch. Shared experts run before the
+        combine, in which other ranks can still learn of their errors."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         shared = self._shared_within
         if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():

@@ -37,9 +37,8 @@ class ExpertSums(NamedTuple):
 def loss_of_counts(
     probs_TE: Tensor, counts_E: Tensor, top_k: int | None, mask_T: Tensor | None = None
 ) -> Tensor:
-    """Returns sum over e of f_e * P_e (`load_balancing_loss`) from counted choices, `counts_E`; 0 without
-    tokens. f_e is counts_E[e] divided by top_k * tokens; if top_k is None, by the sum of counts_E. `mask_T`
-    as in `load_balancing_loss`. It uses few operations, since each launch costs the host time."""
+    """Returns sum over e of f_e * P_e (`load_balancing_loss`) from counted choices, in few operations; 0
+    without tokens. f_e is counts_E[e] divided by top_k * tokens; if top_k is None, by the sum of counts_E."""
     tokens: Any = max(probs_TE.shape[0], 1)
     if mask_T is not None:
         probs_TE = probs_TE.masked_fill(~mask_T.unsqueeze(1), 0.0)
@@ -222,7 +221,6 @@ class SequenceSums(StepCounts):
         return ExpertSums(total[:, :experts], total[:, experts:-1].detach(), total[:, -1].detach())
 
     def bring_nothing(self, experts: int, device: torch.device) -> None:
-        """Takes part in the exchange without tokens, for a forward that this rank refuses."""
         none = torch.zeros(0, experts, device=device)
         self.over_ranks(ExpertSums(none, none, none[:, 0]))
 

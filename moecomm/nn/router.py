@@ -366,11 +366,8 @@ def replayed(given_TK: Tensor, own_TK: Tensor) -> Tensor:
 
 
 def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
-    """Returns how many of T tokens may go to one expert: ceil(T * K / E * capacity_factor), at most T.
-
-    This is Megatron-Core's get_capacity. T counts the tokens of one sending rank, so that dropping needs no
-    communication.
-    """
+    """Returns how many of a rank's T tokens may go to one expert: ceil(T * K / E * capacity_factor), at most
+    T, as Megatron-Core's get_capacity."""
     assert config.capacity_factor is not None
     limit = math.ceil(num_tokens * config.top_k * config.capacity_factor / config.num_experts)
     return min(limit, num_tokens)

@@ -100,8 +100,7 @@ class Span(NamedTuple):
     Attributes:
         name: name of the stage.
         stream: name of its stream.
-        begin: seconds from the start of the run.
-        end: seconds from the start of the run.
+        begin, end: seconds from the start of the run.
         communicates: whether it was a transfer, not a computation.
     """
 

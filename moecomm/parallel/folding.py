@@ -128,9 +128,7 @@ class ParallelFolding:
 
     @cached_property
     def _grids(self) -> tuple[Grid, Grid]:
-        """The dense and the expert grid. Both follow `order`, like Megatron-Core's two RankGenerators: the
-        dense grid leaves out `ep`; the expert grid leaves out `cp`, and has ETP in place of TP and EDP in
-        place of DP."""
+        """The dense and the expert grid, in the `order`, like Megatron-Core's two RankGenerators."""
 
         def grid(grid_names: dict[str, str]) -> Grid:
             names = tuple(grid_names[each] for each in self.order.split("-") if each in grid_names)

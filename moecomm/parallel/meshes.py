@@ -78,10 +78,7 @@ def _kept_in(world_size: int) -> dict[Hashable, Any]:
 
 def _agree(what: str, world_size: int) -> None:
     """Raises on all ranks unless all of them now make the same groups (`what`) and have `world_size` ranks.
-
-    Each rank sends a few messages to the store, however many ranks there are. Without this check, ranks that
-    disagree would wait in new_group for ranks that do not call it, without an explanation.
-    """
+    Else ranks that disagree would wait in new_group for ranks that do not call it, without an explanation."""
     size, phase = dist.get_world_size(), f"making {what}"
     store = PrefixStore(f"moecomm.parallel/{next(_calls)}", _get_default_store())
     with _lost_store_told(phase):

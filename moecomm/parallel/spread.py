@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
 
 def shares_of(layer: Any) -> Shares:
-    """Returns the parameters of a layer's experts: those of this rank's experts alone, and the others."""
+    """Returns the Shares of a layer's experts."""
     (experts, prefix), shares = grouped_in(layer.experts), Shares({}, {})
     for name, parameter in layer.experts.named_parameters():
         of_each: bool | None = True
@@ -54,8 +54,7 @@ def shares_of(layer: Any) -> Shares:
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     """Raises InvalidArgument before an optimizer's step on experts' weights whose gradients are still
-    deferred or not averaged, or where the optimizer would send one rank's experts to all ranks, or could not
-    step on them."""
+    deferred or not averaged, or with an optimizer that is not for such weights."""
     _refuse_mixed(optimizer)
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     shares = zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)

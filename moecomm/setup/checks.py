@@ -14,6 +14,7 @@ from moecomm.arguments import require_integer
 from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.setup.memory_plan import CUDA_DTYPES, window_shape
+from moecomm.setup.topology import NodeMap
 from moecomm.types import WIRE_FORMATS
 
 DEFAULT_TIMEOUT = 60.0
@@ -34,8 +35,8 @@ def timeout_seconds(timeout: float | timedelta | None) -> float:
 
 
 def absence_seconds(timeout: float | timedelta | None) -> float:
-    """Returns how many seconds a wait may take for a rank that is alive and has not begun the operation; 0
-    if the caller or MOECOMM_TIMEOUT has set a timeout, which then bounds this wait as well."""
+    """Returns DEFAULT_ABSENCE; 0 if the caller or MOECOMM_TIMEOUT has set a timeout, which then bounds this
+    wait as well."""
     return DEFAULT_ABSENCE if timeout is None and read_env().timeout is None else 0.0
 
 
@@ -65,8 +66,7 @@ def check_formats(
     combine_wire: Any = None,
     gradient_wire: Any = None,
 ) -> None:
-    """Raises Unsupported or InvalidArgument for a dtype without kernels on the device, and for wire formats
-    that rows, sums of a combine, or gradients cannot have."""
+    """Raises Unsupported or InvalidArgument for a dtype or wire formats that the device cannot have."""
     if device.type == "cuda" and dtype not in CUDA_DTYPES:
         raise Unsupported(
             f"dtype is {dtype} on {device}, expected {', '.join(map(str, CUDA_DTYPES))}: use float32 there, "
@@ -98,11 +98,7 @@ def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
     if ranks_per_node is None:
         return None
     wanted = min(require_integer("ranks_per_node", ranks_per_node, 1), size)
-    if size % wanted != 0:
-        raise InvalidArgument(
-            f"ranks_per_node is {wanted} for {size} ranks, expected a divisor: nodes have equally many ranks"
-        )
-    return wanted
+    return NodeMap(size, wanted).ranks_per_node
 
 
 def check_num_sms(num_sms: Any, device: torch.device) -> int | None:

@@ -49,8 +49,8 @@ def available_devices() -> tuple[str, ...]:
 
 
 def choose_device(device: Any) -> torch.device:
-    """Returns the device for a Communicator. None: the current GPU, or the CPU if torch finds no GPU.
-    Raises Unsupported if that device cannot be served; InvalidArgument if `device` names no device."""
+    """Returns the device for a Communicator. Raises Unsupported if it cannot be served; InvalidArgument if
+    `device` names no device."""
     types = available_devices()
     if device is None and types == ("cpu",) and torch.cuda.is_available():
         raise Unsupported(

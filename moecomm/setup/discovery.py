@@ -165,12 +165,8 @@ def transports(
     ranks: int, ranks_per_node: int | None = None, host_ranks: int | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yields (peer, transport): how rank 0 of `ranks` ranks would reach each rank, itself included.
-
-    Args:
-        ranks: number of ranks of the communicator.
-        ranks_per_node: ranks that share memory; None: MOECOMM_RANKS_PER_NODE, or all of them.
-        host_ranks: ranks on the host of rank 0; None: all of them.
-    """
+    ranks_per_node: None is MOECOMM_RANKS_PER_NODE, or all ranks; host_ranks: those on the host of rank 0, or
+    None for all."""
     try:
         nodes = find_nodes([""] * ranks, ranks_per_node or read_env().ranks_per_node)
     except InvalidArgument as error:

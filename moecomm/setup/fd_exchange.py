@@ -20,11 +20,9 @@ _INT = struct.Struct("i")
 
 
 class Mailbox:
-    """A socket to which the other ranks of this host send one file each.
-
-    Senders do not wait for the receiver: a file stays in the socket until it is taken or the mailbox is
-    closed, even if its sender has ended by then. So ranks send, then synchronise, then take, without threads.
-    """
+    """A socket to which the other ranks of this host send one file each. A file stays there until it is taken
+    or the mailbox is closed, even if its sender has ended by then. So ranks send, then synchronise, then
+    take, without threads."""
 
     def __init__(self, senders: int) -> None:
         """Opens the mailbox. `senders`: how many files may be in it at once. Raises OSError."""

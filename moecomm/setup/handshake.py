@@ -57,13 +57,9 @@ def handshake(
     error: MoecommError | None,
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> GroupInfo:
-    """Runs a construction's first step: ranks meet, compare versions and arguments, and find nodes.
-
-    Args:
-        arguments: arguments of the Communicator that all ranks have to share, as JSON values.
-        error: an error in this rank's arguments, or None. All ranks still meet, and raise the error.
-        facts: returns further facts for the other ranks.
-    """
+    """Runs a construction's first step: ranks meet, compare versions and arguments, and find nodes. All raise
+    an `error` that one brings. arguments: those that all ranks have to share, as JSON values; facts: returns
+    further facts for the other ranks."""
 
     def describe_self() -> dict[str, Any]:
         if error is not None:
@@ -99,14 +95,9 @@ def handshake(
 def connect(
     rendezvous: Rendezvous, group_info: GroupInfo, create: Callable[[], Native], *bases: list[int]
 ) -> Native:
-    """Runs the last steps of a construction and returns this rank's native communicator, connected to
-    those of the other ranks.
-
-    Args:
-        group_info: the result of `handshake`.
-        create: makes the communicator, with its shared memory.
-        bases: on CUDA one list: the addresses here of the windows of the node's ranks.
-    """
+    """Runs the last steps of a construction and returns this rank's native communicator, which `create`
+    makes with its shared memory, connected to those of the other ranks. bases: on CUDA one list, the
+    addresses here of the windows of the node's ranks."""
     made: list[Native] = []
 
     def name() -> dict[str, Any]:

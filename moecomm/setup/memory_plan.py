@@ -90,8 +90,7 @@ def whole_sources(env: Env) -> int:
 
 def device_shape(*, dtype: torch.dtype, wire: str | None, **sizes: int) -> _C.DeviceShape:
     """Returns the runtime's description of a window in device memory. sizes: those of `window_shape`,
-    num_experts, and whole_sources, the number of source ranks whose tokens all have staging memory. With more
-    source ranks tokens may take turns in the staging memory."""
+    num_experts, and `whole_sources`."""
     return _C.DeviceShape(dtype=NATIVE_DTYPES[dtype], wire=getattr(_C.WireFormat, wire or "same"), **sizes)
 
 

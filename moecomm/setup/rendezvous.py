@@ -58,9 +58,8 @@ class _BegunAnew(MoecommError):
 
 class Rendezvous:
     """Brings together the ranks of a group (None: this process alone) that build a communicator at the same
-    time, regardless of what they have built, or failed to build, before.
-
-    As a context manager it keeps this process's other threads from building a communicator over the group.
+    time, regardless of what they have built, or failed to build, before. As a context it keeps this process's
+    other threads from building a communicator over the group.
 
     Raises InvalidArgument for a group that was destroyed, Unsupported for torch's "fake" backend, OutOfMemory
     if no descriptors are free for a connection to the store, PeerLost if the store is gone.
@@ -189,11 +188,8 @@ class Rendezvous:
     ) -> list[dict[str, Any]]:
         """Runs one step on all ranks: exchanges the results of `action` (None counts as an empty message). If
         `action` raises an error on one rank, all ranks raise that error, rather than errors about a lost
-        rank.
-
-        An `action` that itself waits for peers needs more `patience`: otherwise a rank whose action ends
-        early times out on ranks whose action still waits for a missing rank.
-        """
+        rank. An `action` that itself waits for peers needs more `patience`, so that ranks whose action ends
+        early wait for the others'."""
         error: MoecommError | None = None
         try:
             message = action() or {}

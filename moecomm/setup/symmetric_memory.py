@@ -28,9 +28,9 @@ Message = dict[str, Any]
 class SymmetricMemory:
     """One allocation per rank, of the same size on all, mapped by every rank.
 
-    It owns its mappings. `close`, the garbage collector or the end of the interpreter unmaps them,
-    peers' memory first. Peers take no part, and may have ended. Memory that a peer still maps stays valid for
-    that peer. Do not close this during the capture of a CUDA graph: `close` waits for the device.
+    `close`, the garbage collector or the end of the interpreter unmaps it, peers' memory first. Peers take no
+    part, and may have ended; memory that a peer still maps stays valid for that peer. Do not close this
+    during the capture of a CUDA graph: `close` waits for the device.
     """
 
     def __init__(
@@ -76,9 +76,7 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """Waits for the device, then unmaps the peers' memory and this rank's. A second call does nothing.
-
-        It does not raise; a failure to free something is a RuntimeWarning.
-        """
+        A failure to free something is a RuntimeWarning."""
         self.bases.clear()
         self._close()
 

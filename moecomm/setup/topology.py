@@ -64,9 +64,8 @@ def find_nodes(hosts: Sequence[str], ranks_per_node: int | None) -> NodeMap:
 
     Args:
         hosts: a text per rank, equal for ranks that can share memory (`node` of `setup.handshake`).
-        ranks_per_node: None makes each host a node. A number makes nodes of this many consecutive ranks;
-            several nodes on one host then do not share memory. A number of at least `len(hosts)` makes one
-            node.
+        ranks_per_node: None makes each host a node, a number nodes of this many consecutive ranks (one node
+            if there are no more ranks), which then do not share memory.
 
     Raises:
         Unsupported: ranks_per_node is None, and hosts have different numbers of ranks, or the ranks of a host

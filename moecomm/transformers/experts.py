@@ -161,7 +161,6 @@ class LocalExperts:
         """Runs the module's experts as moecomm's own layers run theirs (`run_forward`), with the module's
         weights, whose gradients are multiplied by `scale`."""
         weights = self._plain_weights(x_TH.dtype)
-
         forwards: list[Forward] = []
 
         def forward_on(comm: Communicator, state: DispatchState | None) -> Tensor:
