@@ -61,8 +61,7 @@ class Communicator(_Planned):
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16, or float64 on the CPU.
         wire: format in which the rows of a dispatch travel: None (`dtype`), or on CUDA "fp8" or "mxfp8"
-            (hidden a multiple of 16), which docs/data_formats.md describes. Rows of a combine and of both
-            backwards travel in `dtype`, unless `combine_wire` or `gradient_wire` says otherwise.
+            (hidden a multiple of 16), which docs/data_formats.md describes.
         combine_wire: format in which the sums of a combine travel back to the tokens' ranks, which add them
             in float32: None (`dtype`), or on CUDA "fp8" (hidden a multiple of 16). The backward of dispatch,
             which is a combine, travels in `dtype`.

@@ -51,10 +51,9 @@ class SharedCommunicator:
     def dispatch(
         self, x_TH: Any, ids_TK: Tensor, weights_TK: Tensor | None, **options: Any
     ) -> tuple[Communicator, DispatchOutput]:
-        """Dispatches like `Communicator.dispatch`, and also returns the communicator for the combine. All
-        ranks call it together. On GPUs ranks do not wait in a dispatch with a capacity, so they cannot agree
-        on a larger communicator then: a batch that is too large raises InvalidArgument on its rank. `require`
-        makes room beforehand."""
+        """Dispatches like `Communicator.dispatch`, and also returns the communicator for the combine. On GPUs
+        ranks do not wait in a dispatch with a capacity, so they cannot agree on a larger communicator then: a
+        batch that is too large raises InvalidArgument on its rank. `require` makes room beforehand."""
         if torch.compiler.is_dynamo_compiling():
             return self._dispatch_outside_graph(x_TH, ids_TK, weights_TK, **options)
         if ids_TK.is_cuda and options.get("capacity") is not None:
@@ -120,8 +119,8 @@ class SharedCommunicator:
 
 
 def may_be_too_large(error: InvalidArgument) -> bool:
-    """Returns whether a dispatch may have raised `error` because a batch is too large; all ranks then return
-    True. False for MismatchedArguments: ranks in different operations cannot agree on a size."""
+    """Returns, alike on all ranks, whether a dispatch may have raised `error` because a batch is too large.
+    Ranks in different operations (MismatchedArguments) cannot agree on a size."""
     return known_to_all(error) and not isinstance(error, MismatchedArguments)
 
 

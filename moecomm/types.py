@@ -34,14 +34,9 @@ PlanViews = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class WireFormat:
-    """A wire format for rows of a dispatch (docs/data_formats.md): a tensor of values, and a tensor with one
-    scale per `scale_columns` columns of a row; the last scale of a row may cover fewer.
-    csrc/layout/wire_format.hpp defines the bytes of each format.
-
-    Attributes:
-        values: the dtype of the values.
-        scales: the dtype of the scales.
-    """
+    """A wire format for rows of a dispatch (docs/data_formats.md; csrc/layout/wire_format.hpp has the bytes):
+    the dtypes of a tensor of values and of one with a scale per `scale_columns` columns of a row; the last
+    scale of a row may cover fewer."""
 
     values: torch.dtype
     scales: torch.dtype
@@ -68,11 +63,7 @@ ALONE: Any = _Alone()
 
 def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
     """Returns the process group of a one-dimensional DeviceMesh; a process group or None is returned
-    unchanged.
-
-    Raises InvalidArgument, on every calling rank, for a mesh with more dimensions (`mesh["ep"]` selects one),
-    and for anything that is not a process group of this rank.
-    """
+    unchanged. Raises InvalidArgument, on every calling rank, for anything else."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     if not isinstance(group, DeviceMesh):
@@ -151,8 +142,7 @@ class DispatchOutput:
     of `tokens` for each of the Q positions in expert-major order, so that `tokens[expert_rows]` are the rows
     of the expert layout. Your own kernel can gather rows by this index, so that a row is not written once
     for each of its experts. With a fixed capacity there are exactly `capacity` rows; rows past
-    `offsets[-1]` are unspecified. With `expert_capacity` in the expert layout, a group's rows past
-    `tokens_per_expert` are unspecified.
+    `offsets[-1]` are unspecified.
 
     The views of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`, `expert_starts`) are
     made on first access.

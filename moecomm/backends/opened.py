@@ -42,10 +42,9 @@ class _Opened:
         return backend.run("moecomm empty_input", lambda: backend.empty_input(num_tokens))
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error` on this rank. All other ranks raise InvalidArgument, or OutOfMemory, in their
-        present or next operation; the text there names this rank, and the type of `error` if theirs is not
-        that. A layer calls this for an error on one rank alone: a plain exception would leave the other
-        ranks waiting until their deadline. The communicator stays usable."""
+        """Raises `error` on this rank, where alone it was found. All other ranks raise InvalidArgument, or
+        OutOfMemory, in their present or next operation, instead of waiting until their deadline; the text
+        names this rank, and the type of `error` if theirs is not that. The communicator stays usable."""
         try:
             try:
                 self._open().announce(error)

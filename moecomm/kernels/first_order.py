@@ -12,10 +12,9 @@ from moecomm.kernels.outside_autocast import without_autocast
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the backward of a torch.autograd.Function run outside autocast, even if it is called within it,
-    and raise Unsupported where autograd records it (create_graph=True). torch's once_differentiable raises
-    only when a second backward reaches it, which does not happen if the incoming gradient has no graph:
-    derivatives through the backward itself would then be missing silently."""
+    """Makes the backward of a torch.autograd.Function run outside autocast, and raise Unsupported where
+    autograd records it (create_graph=True). torch's once_differentiable raises only when a second backward
+    reaches it: if the incoming gradient has no graph, derivatives would be missing silently."""
 
     def run(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():

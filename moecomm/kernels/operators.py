@@ -26,9 +26,8 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags
 
 
 def prepare(kernels: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Loads `kernels` of the extension for a dtype onto a CUDA device; does nothing elsewhere, or when they
-    are loaded. The first use also loads them. But loading may wait for running kernels, and a communicator's
-    kernels may wait for other ranks, so a program that runs both kinds at once calls this first. Raises
+    """Loads `kernels` of the extension for a dtype onto a CUDA device, before their first use: loading may
+    wait for running kernels, and those of a communicator for other ranks. Does nothing elsewhere. Raises
     Unsupported if this build has no CUDA part."""
     if device.type == "cuda":
         loaded(kernels, device.index if device.index is not None else torch.cuda.current_device(), dtype)

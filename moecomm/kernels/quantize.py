@@ -11,9 +11,8 @@ memory:
 The arithmetic, and the bound of its errors, are those of the wire format "fp8" (docs/data_formats.md), for
 whole rows or columns instead of blocks of 128. CPU and GPU give the same bits (except the sign of a NaN).
 
-On CUDA tensors rows take one pass over memory, and so do columns of groups with up to 768 rows; further rows
-of a group are read twice (csrc/kernels/experts/quantize.cu). The host does not wait. All three functions are
-torch operators, which torch.compile keeps whole, without gradients.
+On CUDA tensors the kernels of csrc/kernels/experts/quantize.cu run, and the host does not wait. All three
+functions are torch operators, which torch.compile keeps whole, without gradients.
 
 Shape letters here: P rows, C columns, L groups, Q rows of groups that are padded.
 """
@@ -67,8 +66,7 @@ def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
 
     x: bfloat16, float16 or float32 of at least two dimensions, C a multiple of 16. ends: int32 cumulative
     ends of groups of rows, on the same device, for x of two dimensions. Rows from ends[-1] on are ignored;
-    their results are unspecified on CUDA tensors, and elsewhere zero with scale 2^-126. The host does not
-    wait for `ends`.
+    their results are unspecified on CUDA tensors, and elsewhere zero with scale 2^-126.
 
     Raises InvalidArgument; Unsupported for CUDA tensors, where this build has no CUDA part.
     """
@@ -81,7 +79,7 @@ def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
 
     x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 ends of groups, ascending, at most
     P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are
-    unspecified on CUDA tensors and zero elsewhere. The host does not wait for `ends`.
+    unspecified on CUDA tensors and zero elsewhere.
 
     Example, C = 16 and groups of 3, 0 and 17 rows: padded_ends is 16, 32, 64, and Q is 64. Errors are those
     of `quantize_rows`.

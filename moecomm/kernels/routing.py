@@ -62,17 +62,9 @@ def route(
     rule: Rule,
     given_TK: Tensor | None = None,
 ) -> Routed:
-    """Routes tokens.
-
-    Args:
-        x_TH: (T, H) bfloat16, float16 or float32.
-        weight_EH: (E, H) float32; bfloat16 and float16 are cast.
-        bias_E: (E,) of the weight's dtype, added to the logits.
-        balancing_E: (E,) float32, added to the numbers by which experts are chosen.
-        rule: how weights are made.
-        given_TK: (T, K) int32, the experts of the first forward, if a checkpoint computes that forward again.
-            The second forward has to keep as many tensors as the first.
-    """
+    """Routes tokens, with tensors for which `routes_here` holds. bias: of the weight's dtype, added to the
+    logits; balancing: float32, added to the numbers by which experts are chosen; given: int32, the experts of
+    the first forward, if a checkpoint computes that forward again, which has to keep as many tensors."""
     weight_EH, bias_E = weight_EH.to(torch.float32), None if bias_E is None else bias_E.to(torch.float32)
     found: tuple[Tensor, ...] = _Route.apply(x_TH, weight_EH, bias_E, balancing_E, rule, given_TK)  # type: ignore[no-untyped-call]
     return Routed(*found)

@@ -1,7 +1,6 @@
 """The fastest tiles of quack's kernels for the experts' products, by layer, on an H200.
 
-The choice of a kernel's tile is worth 10 to 25 % of its time. A layer that is not in the table takes the
-tiles of the layer whose hidden, ffn_hidden and rows per expert are nearest, by ratio.
+A kernel's tile is worth 10 to 25 % of its time. A layer that is not in the table takes the `nearest_tile`.
 
     python bench/quack_tiles.py      prints the table, and measures tiles for other layers
 """

@@ -48,8 +48,7 @@ def use_moecomm(model: nn.Module) -> int:
 class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     """Dispatch and combine in the six methods that Megatron-Core calls, and that its 1F1B schedule overlaps.
 
-    Layers of one shape share a communicator. It is built in the first forward, and rebuilt on all ranks of
-    the EP group together when a batch has more tokens. The experts multiply their rows by the
+    Layers of one shape share a communicator (moecomm/shared.py). The experts multiply their rows by the
     probabilities that travel along, as after Megatron-Core's own dispatchers.
     """
 
@@ -86,13 +85,9 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the tokens as (T, H), and the probabilities of their experts, (T, K).
-
-        Args:
-            tokens: (..., H).
-            routing_map: (T, E) bool, which experts a token goes to: at most moe_router_topk of them.
-            probs: (T, E), zero for experts that the token does not go to.
-        """
+        """Returns the tokens, (..., H), as (T, H), and the probabilities of their experts, (T, K).
+        routing_map: (T, E) bool, the experts of a token, at most moe_router_topk; probs: (T, E), zero for the
+        others."""
         going_TK, ids_TK = routing_map.to(torch.uint8).topk(self.config.moe_router_topk, sorted=False)
         self._routed = ids_TK.masked_fill(going_TK == 0, -1), tokens.shape
         x_TH = self._apart(tokens.reshape(-1, tokens.shape[-1]))
@@ -128,11 +123,8 @@ class TokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return x.clone() if self.config.overlap_moe_expert_parallel_comm else x
 
     def _left(self, left: _Left | None, part: str) -> _Left:
-        """Returns `left`, what an earlier method has left to the method `part`.
-
-        Raises:
-            Unsupported: `left` is None, since another batch has taken it.
-        """
+        """Returns `left`, what an earlier method has left to the method `part`. Raises Unsupported if another
+        batch has taken it."""
         if left is None:
             raise Unsupported(
                 f"layer {self._layer}: {part} finds nothing of its batch: the parts of two batches came in "

@@ -60,8 +60,7 @@ class MoELayer(nn.Module):
 
     The routing's losses get their gradients when the result's backward runs, as if loss_scale * (their sum)
     were part of the model's loss. If you multiply the model's loss by a factor, set loss_scale to this
-    factor, or call `set_loss_scale`, before the backward. If weights have another dtype than the config's
-    (after `layer.half()`), forward raises InvalidArgument on all ranks.
+    factor, or call `set_loss_scale`, before the backward.
 
     `experts` holds this rank's L experts; expert l has the global id comm.rank * L + l. A forward calls it
     once, with autocast off, as experts(rows_PH, offsets_L): rows (P, H) of config.dtype grouped by expert,

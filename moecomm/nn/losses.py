@@ -195,9 +195,9 @@ class SequenceSums(StepCounts):
     phase = "the balancing loss over sequences"
 
     def over_ranks(self, sums: ExpertSums) -> ExpertSums:  # type: ignore[override]
-        """Returns the sums of all parts. Gradients are multiplied by the number of ranks of the group, so
-        that their mean over ranks is the gradient in a single process. Raises MismatchedArguments, on all
-        ranks of the group, for different numbers of sequences."""
+        """Returns the sums of all parts. Gradients are multiplied by the number of ranks, so that their mean
+        over ranks is the gradient in a single process. All ranks raise MismatchedArguments for different
+        numbers of sequences."""
         self.exchanges += 1
         own = count = int(sums.tokens_S.shape[0])
         if not (sums.tokens_S.is_cuda and torch.cuda.is_current_stream_capturing()):

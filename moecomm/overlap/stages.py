@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -115,7 +116,7 @@ class Timeline:
     """The stages of one recorded run (`Stages.timeline`, `MoELayer.timelines`), in the order of their begin.
 
     Attributes:
-        spans: all stages, in the order of their begin.
+        spans: all stages.
         streams: names of all streams, including those without a span.
     """
 
@@ -133,25 +134,15 @@ class Timeline:
     @property
     def exposed_seconds(self) -> float:
         """The time in seconds during which some stage communicates and none computes."""
-        computing = _union(span for span in self.spans if not span.communicates)
-        return _length(_union(self.spans)) - _length(computing)
+        edges = sorted({edge for span in self.spans for edge in (span.begin, span.end)})
+        exposed = 0.0
+        for begin, end in itertools.pairwise(edges):
+            running = [span for span in self.spans if span.begin <= begin and end <= span.end]
+            if running and all(span.communicates for span in running):
+                exposed += end - begin
+        return exposed
 
     @property
     def exposed_share(self) -> float:
         """The fraction exposed_seconds / seconds; 0 for an empty timeline."""
         return self.exposed_seconds / self.seconds if self.seconds > 0 else 0.0
-
-
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Returns disjoint intervals that cover the spans."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted((span.begin, span.end) for span in spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _length(intervals: list[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in intervals)

@@ -39,8 +39,7 @@ SEQUENCE = "tp-cp"
 def build_communicator(
     config: Any, group: AnyGroup | None, folding: ParallelFolding | None, *, max_tokens: Any, **options: Any
 ) -> Communicator:
-    """Builds the communicator of a layer on `group`, or on the ranks of a folding. options: those of
-    Communicator."""
+    """Builds the communicator of a layer on `group`, or on the ranks of a folding."""
     if folding is not None:
         with told(group, folding, None):
             require_fit(config, folding)
@@ -52,8 +51,8 @@ def build_communicator(
 
 @contextlib.contextmanager
 def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
-    """A context for checks before a layer's communicator is built on `group` or `folding`. All ranks raise an
-    error of one rank; if `comm` is given or `folding` has another type, that rank alone does."""
+    """A context for checks before a layer's communicator is built. All ranks raise an error of one rank; if
+    `comm` is given or `folding` has another type, that rank alone does."""
     try:
         yield
     except Exception as error:
@@ -66,8 +65,8 @@ def told(group: AnyGroup | None, folding: Any, comm: Any) -> Iterator[None]:
 
 
 def make_groups(folding: ParallelFolding) -> None:
-    """Makes the process groups that a layer uses, on all ranks of the job together. Made on their first use,
-    they might be made by the ranks of one pipeline stage alone."""
+    """Makes the process groups that a layer uses, on all ranks of the job: on their first use the ranks of
+    one pipeline stage might be alone."""
     folding.group(LAYER)
     if folding.tp > 1:
         folding.group("dp-cp")  # sync_gradients

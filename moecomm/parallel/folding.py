@@ -24,12 +24,12 @@ _EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep", "dp": "edp"}
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """The position of a rank in the dense grid (tp, cp, dp, pp) and in the expert grid (etp, ep, edp, pp).
+    """The position of a rank, within the group of each name.
 
     Attributes:
-        tp, cp, dp: position in the dense grid, within the group of that name.
-        etp, ep, edp: position in the expert grid, within the group of that name.
-        pp: pipeline stage, the same in both grids.
+        tp, cp, dp: in the dense grid.
+        etp, ep, edp: in the expert grid.
+        pp: pipeline stage, the same in both.
     """
 
     tp: int

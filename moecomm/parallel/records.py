@@ -93,8 +93,8 @@ class _Held:
     def compare(
         self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """As a hook of load_state_dict, before weights change, raises InvalidArgument for a state with a
-        record of other experts. Warns of weights without a record if the module does not hold all experts."""
+        """As a hook of load_state_dict, refuses a state with a record of other experts, before weights
+        change. Warns of weights without a record if the module does not hold all experts."""
         found = metadata.get(_HELD)
         if found is not None and list(found) != self.held:
             raise _of_others(found, self.held)

@@ -29,12 +29,9 @@ class Dispatched(NamedTuple):
 
 
 class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
-    """Sends the tokens of a layer to its experts' ranks with moecomm, and sums the results per token.
-
-    Layers of one shape share a communicator. It is built in the first forward, and rebuilt on all ranks
-    together when a batch has more tokens. Without an EP mesh tokens are reordered on their rank, as in
-    torchtitan.
-    """
+    """Sends the tokens of a layer to its experts' ranks with moecomm, and sums the results per token. Layers
+    of one shape share a communicator (moecomm/shared.py). Without an EP mesh tokens are reordered on their
+    rank, as in torchtitan."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):  # type: ignore[misc]
@@ -57,16 +54,8 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
         """Returns the rows for this rank's experts, (R, D) in the order of experts, the number of rows of
-        each of these experts, and the argument `metadata` of `combine`.
-
-        Args:
-            x_TD: (T, D) tokens of this rank.
-            topk_scores_TK: (T, K), the weights of `combine`.
-            topk_expert_ids_TK: (T, K) ids in the numbering of all ranks' experts.
-            num_local_tokens_per_expert_E: not read; the ids give the numbers.
-
-        Raises:
-            Those of `Communicator.dispatch`, on all ranks of the EP mesh.
+        each of these experts, and the argument `metadata` of `combine`. Scores are the weights of `combine`,
+        ids of all ranks' experts. Raises the errors of `Communicator.dispatch`, on all ranks of the EP mesh.
         """
         if self._comms is None:
             parts = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)

@@ -33,9 +33,9 @@ def adapt_experts(model: nn.Module) -> nn.Module:
         )
         adapt_experts(model)
 
-    Call it once, before the first forward. The sum of a weight and its adapters is not made then: rows are
-    multiplied by the adapters' matrices. An adapter's gradient on a rank comes from this rank's experts. Its
-    average over all ranks, which transformers' Trainer takes, is the gradient of the ranks' mean loss.
+    Call it once, before the first forward. Rows are then multiplied by the adapters' matrices, and the sum of
+    a weight and its adapters is not made. An adapter's gradient on a rank comes from this rank's experts; its
+    average over all ranks, which transformers' Trainer takes, is that of the ranks' mean loss.
 
     Raises:
         InvalidArgument: no adapter is on experts to which moecomm sends tokens, or `model` is no module.

@@ -99,15 +99,8 @@ class LocalExperts:
         top_k_weights: Tensor,
         batches: int = 1,
     ) -> Tensor:
-        """Returns (T, H): the weighted sum of each token's expert results.
-
-        Args:
-            comms: the communicators of the layer.
-            hidden_states: (T, H), of this rank's batch.
-            ids_TK: (T, K) global expert ids, -1 for none.
-            top_k_weights: (T, K).
-            batches: the number by which the gradients of the module's weights are divided.
-        """
+        """Returns what `MoecommEP` does, by communicators of the layer. ids: -1 for none; batches: the number
+        by which the gradients of the module's weights are divided."""
         plain = self._has_plain_weights()
         dtype = getattr(self._experts, self._first).dtype if plain else None
         x_TH, kind = hidden_states, hidden_states.device.type

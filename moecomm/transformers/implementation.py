@@ -36,13 +36,9 @@ class MoecommEP(EPImplementation):  # type: ignore[misc]
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns (T, H): the weighted sum of each token's expert results.
 
-        Args:
-            hidden_states: (T, H), of this rank's batch.
-            top_k_index: (T, K) global expert ids; ids below 0 or from num_experts on mean no expert.
-            top_k_weights: (T, K).
-
-        Raises:
-            Those of `Communicator.dispatch` and `combine`, on all ranks of the EP group.
+        hidden_states: (T, H), of this rank's batch; top_k_index: (T, K) global expert ids, of which those
+        below 0 or from num_experts on mean no expert; top_k_weights: (T, K). Raises the errors of
+        `Communicator.dispatch` and `combine`, on all ranks of the EP group.
         """
         tokens = hidden_states.shape[0]
         if self.tp_mesh.size() > 1:

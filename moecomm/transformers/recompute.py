@@ -60,8 +60,8 @@ def keep_plans() -> Contexts:
 
 
 class _Within(contextlib.AbstractContextManager[None]):
-    """The context of a region's forward, which keeps dispatches, or (`again`) of its recomputation, which
-    hands them out. It may be entered twice: a graph whose backward runs twice is recomputed twice."""
+    """The context of a region's forward, or (`again`) of its recomputation. It may be entered twice: a graph
+    whose backward runs twice is recomputed twice."""
 
     def __init__(self, region: list[Kept], *, again: bool) -> None:
         self._region, self._again = region, again

@@ -38,5 +38,4 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return 0
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return 0
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint

@@ -213,8 +213,7 @@ class ElasticBuffer(Operations):
         """Brings each token to the ranks of its experts.
 
         Args:
-            x: (T, H) rows; or, on GPUs, a pair of float8_e4m3fn rows and (T, H / 128) float32 scales.
-            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and weights, which travel along.
+            x, topk_idx, topk_weights, handle: as in `Buffer.dispatch`.
             cumulative_local_expert_recv_stats: (L,), to which each local expert's rows are added.
             num_experts: E; needed without a handle.
             num_max_tokens_per_rank: C; None: that of the construction.
@@ -225,8 +224,6 @@ class ElasticBuffer(Operations):
                 begins after them, else after the current stream.
             async_with_compute_stream: the current stream does not wait; the returned event is for the
                 operation.
-            handle: of an earlier dispatch, along whose plan the rows go. For fp8 rows the plan is made again,
-                so that the host waits as in that dispatch.
             do_handle_copy: the handle copies topk_idx.
             do_cpu_sync: the host waits, and the result has as many rows as arrived. False: nothing waits, and
                 it has R * C rows; if expanded, R * C * min(K, L) and those for padding; T is at most C. None:
@@ -242,11 +239,7 @@ class ElasticBuffer(Operations):
             The rows, (P, H), or a pair as given; compact: (P, K) local expert ids in the dtype of topk_idx,
             -1 elsewhere, expanded: None; weights, (P, K) or expanded (P,), or None; the handle; an event.
             With a handle ids are None, and weights travel with fp8 rows, or in a small dispatch of their own.
-
-        Raises:
-            InvalidArgument: arguments that do not go together.
-            CommunicatorClosed: after `destroy()`.
-            What `moecomm.Communicator.dispatch` raises, on all ranks.
+            Errors are those of `Buffer.dispatch`.
         """
         before = self._before(previous_event, previous_event_before_epilogue)
         apart = async_with_compute_stream
@@ -320,20 +313,10 @@ class ElasticBuffer(Operations):
     ) -> Any:
         """Returns rows to the ranks of their tokens, and sums them there, without weights.
 
-        Args:
-            x: (P, H) rows in the order of the dispatch.
-            handle: of that dispatch.
-            topk_weights: (P, K) or expanded (P,), which travel along.
-            bias: one or two tensors (T, H) that are added to the sums.
-            num_sms: those of the dispatch are used. The others are as in `dispatch`.
-
-        Returns:
-            (T, H) sums: a rank sums its rows of a token in the order of k, then the token's rank adds these
-            sums by ascending rank; both in float32, rounded once (with a bias once more). (T, K) weights, 0
-            where a token names no expert, or None; an event.
-
-        Raises:
-            What `moecomm.Communicator.combine` raises, on all ranks.
+        x, handle, topk_weights (expanded (P,)), bias, results and errors are those of `Buffer.combine`; the
+        other arguments are as in `dispatch`, but num_sms is that of the dispatch. A rank sums its rows of a
+        token in the order of k, then the token's rank adds these sums by ascending rank; both in float32,
+        rounded once (with a bias once more).
         """
         _require_apart(defer_epilogue, async_with_compute_stream)
         before = self._before(previous_event, previous_event_before_epilogue)

@@ -150,7 +150,7 @@ class HybridEPBuffer(Operations):
             scaling_factor: (T, H / 128) float32 scales of fp8 rows.
             topk_idx, topk_weights: (T, K) expert ids, -1 for none, and weights or None.
             num_of_experts: E; needed with topk_idx.
-            routing_map, probs: in place of ids and weights, (T, E) bool, and (T, E) or None.
+            routing_map, probs: in their place, (T, E) bool, and (T, E) or None.
             handle: of an earlier dispatch, along whose plan the rows go, with probs or weights if given.
             The others are ignored.
 
@@ -178,17 +178,10 @@ class HybridEPBuffer(Operations):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns rows to the ranks of their tokens, and sums them there, without weights.
 
-        Args:
-            hidden: (P, H) rows in the order of the dispatch.
-            probs: (P, E), of which those of the rank's experts travel along.
-            handle: of that dispatch.
-
-        Returns:
-            (T, H) sums by ascending rank in float32, rounded once; (T, E) probs, each from the rank that has
-            its expert, 0 where the token does not go, or None.
-
-        Raises:
-            What `moecomm.Communicator.combine` raises, on all ranks.
+        hidden: (P, H) rows in the order of the dispatch; probs: (P, E), of which those of the rank's experts
+        travel along; handle: of that dispatch. Returns (T, H) sums by ascending rank in float32, rounded
+        once, and (T, E) probs, each from the rank that has its expert, 0 where the token does not go, or
+        None. Raises what `moecomm.Communicator.combine` raises, on all ranks.
         """
         kept = _expect(handle, "rank")
         if probs is not None:

@@ -122,8 +122,7 @@ class LowLatency(Operations):
         Raises:
             InvalidArgument: arguments that do not go together, or more than C tokens.
             Unsupported: use_fp8 on CPU ranks.
-            CommunicatorClosed: after `destroy()`.
-            What `moecomm.Communicator.dispatch` raises, on all ranks.
+            What `Buffer.dispatch` raises.
         """
         require_shape("x", x, "(T, H)", None, None)
         if use_ue8m0 and not (round_scale and use_fp8):
