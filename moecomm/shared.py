@@ -36,12 +36,8 @@ class Shape(NamedTuple):
 
 
 class SharedCommunicator:
-    """A communicator of a group, large enough for the most tokens of any rank so far.
-
-    Attributes:
-        serial: its number among the communicators built over the group; all ranks have the same.
-        alone: whether the group is ALONE.
-    """
+    """A communicator of a group, large enough for the most tokens of any rank so far. serial: its number, the
+    same on all ranks, among those built over the group; alone: whether the group is ALONE."""
 
     def __init__(self, group: Any, shape: Shape, serial: int, tokens: int) -> None:
         self.serial, self._group, self._shape = serial, group, shape
@@ -188,9 +184,8 @@ class LayerCommunicators:
         every: int = 0,
     ) -> SharedCommunicator:
         """Returns the communicator for a batch, with arguments like Communicator's. All ranks call it
-        together. dtype: None is the dtype of `x_TH`. tokens: how many tokens a communicator has room
-        for if this call builds it; None: as many as `x_TH` has. every: any communicator that this returns has
-        room for at least this many tokens; all ranks give the same number."""
+        together. tokens: those that a communicator has room for if this call builds it; None: as many as
+        `x_TH` has. every: the same on all ranks, the tokens that it has room for in any case."""
         sizes = (self._num_experts, x_TH.shape[1], top_k)
         shape = (*sizes, dtype or x_TH.dtype, x_TH.device, wire, num_sms)
         found = self._found.get(shape)

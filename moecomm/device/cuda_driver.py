@@ -60,9 +60,7 @@ class Driver:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Makes a call and returns its values besides the CUresult: None, a value, or a tuple of several.
-
-        Raises DriverError.
-        """
+        Raises DriverError."""
         try:
             code, *values = getattr(self.api, name)(*arguments)
         except RuntimeError as error:  # libcuda is missing, or lacks this call
@@ -74,8 +72,8 @@ class Driver:
         return values[0] if len(values) == 1 else tuple(values)
 
     def free(self, name: str, *arguments: Any) -> None:
-        """Makes a call that frees something. It never raises DriverError, so that later frees still run: an
-        error becomes a RuntimeWarning, or is ignored if the driver is gone (end of the process)."""
+        """Makes a call that frees something. An error becomes a RuntimeWarning, so that later frees still
+        run, or is ignored if the driver is gone (end of the process)."""
         try:
             self.call(name, *arguments)
         except DriverError as error:
@@ -126,9 +124,7 @@ class Driver:
 
 def load(api: Any = None) -> Driver:
     """Returns the driver, initialised (cuInit). `api`: as in Driver; None: the module of cuda-bindings.
-
-    Raises Unsupported: the package is missing, or this machine has no usable driver.
-    """
+    Raises Unsupported: the package is missing, or this machine has no usable driver."""
     if api is None:
         try:
             api = importlib.import_module("cuda.bindings.driver")

@@ -45,9 +45,8 @@ def weighted_activation(
     inner: bfloat16, float16, float32; float64 except on CUDA. weights: float32 (float64 for float64 inner);
     without them all are 1. ends: int32 cumulative ends of groups of rows, on inner's device; the host does
     not wait. Rows from ends[-1] on, and their gradients, are unspecified on CUDA tensors, zero elsewhere.
-    activation: as in MoEConfig; swiglu (arXiv 2002.05202), the exact gelu (arXiv 1606.08415).
-
-    Raises InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part.
+    activation: as in MoEConfig; swiglu (arXiv 2002.05202), the exact gelu (arXiv 1606.08415). Raises
+    InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part.
     """
     return torch.ops.moecomm.weighted_activation(inner_PI, weights_P, ends_L, activation)
 

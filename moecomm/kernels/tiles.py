@@ -17,15 +17,12 @@ ADDED = ("fc2_wgrad_added", "fc1_wgrad_added")
 
 
 class Tile(NamedTuple):
-    """The part of a product that a block and a cluster of a kernel compute. Written "128x192p21": m, n, p
-    (pingpong) or c (not), cluster_m and cluster_n; "+" at the end stands for `loads`.
+    """The part of a product that a block (m rows, n columns) and a cluster of blocks (cluster_m along the
+    rows, cluster_n along the columns) compute. Written "128x192p21": m, n, p (pingpong) or c (not), cluster_m
+    and cluster_n; "+" at the end stands for `loads`.
 
     Attributes:
-        m: rows of a block's tile.
-        n: columns of a block's tile.
         pingpong: two groups of warps alternate with one tile each, instead of sharing a tile.
-        cluster_m: blocks of a cluster along the rows.
-        cluster_n: blocks of a cluster along the columns.
         loads: for a product that adds to a tensor: the block loads the old values and stores the sums,
             rounded once. False: the block rounds its results and adds them in memory.
     """

@@ -147,12 +147,11 @@ _NAMED_BY_COUNT = torch.__version__ >= "2.14"
 
 def new_group(ranks: Ranks, timeout: timedelta | None = None, backend: str | None = None) -> Group:
     """Makes a process group of some ranks of the job, which call it together; no other rank takes part.
+    Raises PeerTimeout (after `timeout`, or `MOECOMM_TIMEOUT`) for a rank that does not call.
 
     torch names such a group by its ranks and by a number, and ranks with different numbers would wait for
     each other for ever. The number is a count of this process's groups, which differs between ranks and falls
     when a group is destroyed. So during the call a count of the calls for these ranks replaces it.
-
-    Raises PeerTimeout (after `timeout`, or `MOECOMM_TIMEOUT`) for a rank that does not call.
     """
     phase, call = f"making a group of ranks {ranks}", next(_calls_of[ranks])
     with _lost_store_told(phase):

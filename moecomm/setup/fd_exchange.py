@@ -37,10 +37,8 @@ class Mailbox:
 
     def take(self, senders: dict[int, int], *, rank: int, phase: str, timeout: float) -> dict[int, int]:
         """Returns the files that were sent: an open descriptor for each rank in `senders`, which maps ranks
-        to pids. The caller closes them. Connections of other processes are closed unread. Raises PeerTimeout,
-        which names a rank whose file did not arrive within `timeout` seconds, PeerLost if a rank sent
-        something else, and OSError.
-        """
+        to pids. The caller closes them. Connections of other processes are closed unread. Raises PeerTimeout
+        for a file that is late, PeerLost if a rank sent something else, and OSError."""
         ranks = {pid: peer for peer, pid in senders.items()}
         deadline = time.monotonic() + timeout
         taken: dict[int, int] = {}

@@ -162,11 +162,9 @@ class Rendezvous:
             pause = min(2 * pause, _LONGEST_PAUSE_S + self.size / 1000)
 
     def exchange(self, phase: str, message: dict[str, Any], patience: float = 1.0) -> list[dict[str, Any]]:
-        """Sends a message and returns every rank's message in this phase, by rank.
-
-        Raises PeerTimeout, which names a rank that did not arrive within `patience` times the timeout, or
-        PeerLost if the store is gone or a rank has given up and begun another construction.
-        """
+        """Sends a message and returns every rank's message in this phase, by rank. Raises PeerTimeout for a
+        rank that did not arrive within `patience` times the timeout, PeerLost if the store is gone or a rank
+        has given up and begun another construction."""
         if self._store is None:
             return [message]
         limit = patience * self.timeout

@@ -42,8 +42,7 @@ class SymmetricMemory:
         ranks: Sequence[int] | None = None,
         api: Any = None,
     ) -> None:
-        """Builds the memory; collective over `rendezvous`, once per rendezvous. It returns when all ranks
-        have mapped all memory, which is zeroed.
+        """Builds the memory, zeroed, and mapped by all ranks of `rendezvous`, which serves one memory.
 
         `bytes`: at least 1, the same on all ranks; rounded up to the granularity of the GPUs (2 MiB).
         `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: the ranks that map each other's

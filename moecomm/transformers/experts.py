@@ -40,13 +40,9 @@ _REPLACED = (None, "eager", "grouped_mm", "moecomm")
 
 
 class LocalExperts:
-    """This rank's experts of one module of transformers, applied to the rows of a dispatch.
-
-    Attributes:
-        comm: the communicator of the last forward; None before the first.
-        capacity: the rows that dispatches have room for, if ranks share the experts; None: as many as arrive.
-            A GraphedStep sets it.
-    """
+    """This rank's experts of one module of transformers, applied to the rows of a dispatch. comm: that of the
+    last forward; None before the first. capacity: the rows that dispatches have room for, if ranks share the
+    experts, which a GraphedStep sets; None: as many as arrive."""
 
     def __init__(self, experts: nn.Module, forward: OwnForward, num_local_experts: int) -> None:
         self._experts, self._forward, self._count = experts, forward, num_local_experts

@@ -102,17 +102,13 @@ class Buffer(LowLatency):
     ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
         """Counts where tokens go.
 
-        Args:
-            topk_idx: (T, K) int32 or int64 expert ids, -1 for none. Ids of no expert count for none; a
-                dispatch refuses them.
-            num_experts: E, a multiple of the ranks.
+        topk_idx: (T, K) int32 or int64 expert ids, -1 for none; ids of no expert, which a dispatch refuses,
+        count for none. num_experts: E. Raises InvalidArgument for another shape or dtype, or if num_experts
+        is no multiple of the ranks.
 
         Returns:
             (R,) int32 tokens for each rank; None (DeepEP: tokens for each node); (E,) int32 tokens for each
             expert; (T, R) bool, whether a token goes to a rank; an event.
-
-        Raises:
-            InvalidArgument: topk_idx has another shape or dtype, or num_experts is no multiple of the ranks.
         """
         require_shape("topk_idx", topk_idx, "(T, K)", None, None, dtypes=INTEGERS)
         require_integer("num_experts", num_experts, 1)

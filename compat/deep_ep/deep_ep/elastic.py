@@ -45,11 +45,7 @@ class EPHandle(PlanHandle):
         comm, handle: moecomm's communicator, and its handle of the dispatch.
         do_expand: the expanded layout: one row for each (token, local expert), by expert. Else the compact
             layout: one row for each (token, rank).
-        num_experts: E.
-        expert_alignment: groups of experts, or their counts, are multiples of it.
-        num_max_tokens_per_rank: C.
-        num_sms: as given to the dispatch.
-        options: layout, alignment and capacity of moecomm's dispatch.
+        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: as given to the dispatch.
         topk_idx: (T, K) of the dispatch, copied unless do_handle_copy=False.
         num_recv_tokens: rows of the compact layout (expanded: 0); without do_cpu_sync the most possible.
         num_expanded_tokens: rows of the expanded layout with padding (compact: 0), or the most possible.
