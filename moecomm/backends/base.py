@@ -332,16 +332,19 @@ class Backend(ABC):
         return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Returns the address of a tensor's elements; 0 if there are none. Raises InvalidArgument for a tensor
-    with elements but without memory."""
+def address_of(tensor: Tensor | None, nowhere: int) -> int:
+    """Returns the address of a tensor's elements, 0 for None. The runtime takes null for an absent tensor, so
+    an empty tensor, whose address is null as well, gets the address `nowhere`. Raises InvalidArgument for a
+    tensor with elements but without memory."""
+    if tensor is None:
+        return 0
     address = tensor.data_ptr()
     if address == 0 and tensor.numel() > 0:
         raise InvalidArgument(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory, expected one that "
             "was not freed by resize_(0), and a call outside of FakeTensorMode and of modes like it"
         )
-    return address
+    return address or nowhere
 
 
 def warn_of_thread() -> None:

@@ -25,7 +25,7 @@ from moecomm.backends.base import (
     PlanFields,
     RawDispatch,
     TensorPlan,
-    memory_of,
+    address_of,
     warn_of_thread,
 )
 from moecomm.backends.order import InOrder
@@ -318,12 +318,5 @@ def _dense(tensor: Given) -> Given:
     return None if tensor is None else tensor.detach().resolve_neg().contiguous()
 
 
-def _address(tensor: Tensor | None) -> int:
-    """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor, so an empty
-    tensor, whose address is null as well, gets another address."""
-    if tensor is None:
-        return 0
-    return memory_of(tensor) or _NOWHERE.data_ptr()
-
-
 _NOWHERE = torch.empty(1, dtype=torch.float64, device="cpu")
+_address = partial(address_of, nowhere=_NOWHERE.data_ptr())

@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan, memory_of
+from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan, address_of
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
 from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release
 from moecomm.backends.order import ProcessLock, within_another
@@ -91,6 +91,7 @@ class CudaBackend(Backend):
             self._kinds = {each: torch.empty(0, dtype=each, device=device) for each in dtypes}
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
+            self._address = partial(address_of, nowhere=self._nowhere_address)
             self._native: _C.DeviceCommunicator
             self._native, window = connect_gpus(
                 rendezvous, group_info, shape, self.memory, self._gpu.index, num_sms or 0
@@ -464,8 +465,7 @@ class CudaBackend(Backend):
                 raise
 
     def stats(self) -> dict[str, Any]:
-        """Returns the counters since construction or the last reset. Device counters are never set to zero:
-        their values at the last reset are subtracted."""
+        """Device counters are never set to zero: their values at the last reset are subtracted."""
         with self._lock, self._gpu.current():
             before = self._stats_before
             found = {name: _less(value, before.get(name)) for name, value in self._native.stats().items()}
@@ -503,11 +503,6 @@ class CudaBackend(Backend):
             plan.blob.record_stream(self._gpu.stream())
         return plan.blob.data_ptr()
 
-    def _address(self, tensor: Tensor | None) -> int:
-        """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor, so an
-        empty tensor, whose address is null as well, gets another address."""
-        return 0 if tensor is None else memory_of(tensor) or self._nowhere_address
-
     def _readable(self, tensor: Given) -> tuple[Given, int]:
         """Returns `tensor` and its address; (None, 0) for None. Copies a tensor that is not contiguous or not
         aligned for bulk copies."""
@@ -519,7 +514,7 @@ class CudaBackend(Backend):
                 tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(tuple(tensor.shape), tensor.dtype, error) from error
-            address = memory_of(tensor)
+            address = self._address(tensor)
         return tensor, address or self._nowhere_address
 
 

@@ -75,8 +75,7 @@ class GroupedExperts(nn.Module):
         w_out: (L, F, H) of the config's dtype.
         b_in: (L, I) of the config's dtype; None without config.bias.
         b_out: (L, H) of the config's dtype; None without config.bias, and if part.number > 0.
-        config, num_local_experts, first_expert: see above.
-        part: the ExpertPart of each of its experts that this rank has; part 0 of 1 is a whole expert.
+        config, num_local_experts, first_expert, part: see above; part 0 of 1 is a whole expert.
         products: the Products that compute and differentiate the two grouped products.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """

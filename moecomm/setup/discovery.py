@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,8 +27,6 @@ _GIB = 1 << 30
 
 def _command(arguments: list[str]) -> list[str]:
     """Returns the lines of a tool's output; none if it is missing or fails."""
-    if shutil.which(arguments[0]) is None:
-        return []
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

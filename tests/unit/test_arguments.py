@@ -14,7 +14,7 @@ from moecomm.arguments import (
     most_alignment,
     require_integer,
 )
-from moecomm.backends.base import memory_of
+from moecomm.backends.base import address_of
 
 CPU = torch.device("cpu")
 
@@ -121,4 +121,4 @@ def test_a_tensor_whose_memory_was_freed() -> None:
     x = torch.ones(3, 8)
     x.untyped_storage().resize_(0)
     with pytest.raises(InvalidArgument, match=r"\(3, 8\) has no memory, .* not freed by resize_\(0\)"):
-        memory_of(x)
+        address_of(x, 1)

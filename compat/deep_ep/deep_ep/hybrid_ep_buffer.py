@@ -56,9 +56,8 @@ class BufferConfig:
 class HybridEPBuffer(Operations):
     """Dispatch and combine between the ranks of `group`, with the calls of DeepEP's branch hybrid-ep.
 
-    All ranks call the operations together. Communicators of moecomm are built in the first dispatch of each
-    shape (experts, hidden, top-k, dtype) for `max_num_of_tokens_per_rank`, and made larger when a batch
-    brings more tokens. Ranks may have different numbers of tokens, also none.
+    All ranks call the operations together. Communicators are built as by `ElasticBuffer`, the first for
+    `max_num_of_tokens_per_rank`. Ranks may have different numbers of tokens, also none.
 
     A communicator has a fixed top-k. For ids it is their K. A routing map has no K: all ranks agree on the
     most experts of a token, once, and again when a token of any rank has more.
