@@ -287,8 +287,8 @@ def check_options(
         require_integer("expert_capacity", expert_capacity, 0)
     elif layout == "rank" and capacity is not None:
         expert_capacity = require_integer("capacity * min(K, L)", capacity * most_experts, 0)
-    rows, positions = (-1 if each is None else each for each in (capacity, expert_capacity))
-    return layout, alignment, rows, positions
+    rows = -1 if capacity is None else capacity
+    return layout, alignment, rows, -1 if expert_capacity is None else expert_capacity
 
 
 # -- losses of routers -------------------------------------------------------------------------------------

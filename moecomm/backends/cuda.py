@@ -51,9 +51,7 @@ class CudaBackend(Backend):
         dtype: torch.dtype,
         num_sms: int | None,
     ) -> None:
-        """Builds the native communicator together with the other ranks. `arguments`, `argument_error`: as in
-        `setup.handshake.handshake`. `num_sms`: the number of SMs of one operation; None lets the runtime
-        choose."""
+        """Arguments as of CpuBackend; num_sms: None lets the runtime choose."""
         self.device, self.dtype = device, dtype
         self._weight_dtype = weight_dtype(dtype)
         self._layouts = {"expert": _C.RowLayout.expert, "rank": _C.RowLayout.rank}
@@ -111,7 +109,7 @@ class CudaBackend(Backend):
         return self._side
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` on the caller's current stream, after all earlier ones, and returns its result."""
+        """Runs `operation` on the caller's current stream."""
         with self._lock:
             self._settle_begun()
             return self.run_now(name, operation)
@@ -146,8 +144,8 @@ class CudaBackend(Backend):
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Puts an operation on `stream`, after all work on the caller's current stream. With `complete` the
-        operation is only begun; `wait` or the next operation calls `complete`."""
+        """Puts an operation on `stream`, after all work on the caller's current stream. `wait` or the next
+        operation calls `complete`."""
         side = self.stream
         side.wait_stream(self._gpu.stream())
         work = SideWork(self, name, begin, complete, finish)

@@ -91,14 +91,13 @@ class _Opened:
         operation's last block began: {"dispatch": ..., "combine": ...}. The backward of combine counts as a
         dispatch, the backward of dispatch as a combine.
 
-        "announced": this rank has told all ranks which operation it runs; a dispatch does so after counting
-        its ids, before it sends its tokens' routes; "agreed": all ranks are known to run the same; "planned":
-        the plan of arriving rows is made; "sent": this rank's last row, or sum, is sent; "ended". A single
-        kernel for few tokens announces, sends and agrees concurrently, so that any of these may be first;
-        otherwise phases pass in this order, except "sent", which may pass at any time. Phases that an
-        operation does not have are left out ("planned" of all but dispatches), and so are those that it has
-        not passed yet (synchronize the stream first), or had passed before its last block began. Operations
-        in replays of a graph count. The call waits for a small copy from the device.
+        "announced": this rank has told all ranks which operation it runs (a dispatch after counting its ids,
+        before it sends its tokens' routes); "agreed": all ranks are known to run the same; "planned": a
+        dispatch has the plan of arriving rows; "sent": this rank's last row, or sum, is sent; "ended". They
+        pass in this order, except "sent", which may pass at any time; a single kernel for few tokens
+        announces, sends and agrees concurrently. Phases are left out that an operation has not passed yet
+        (synchronize the stream first), or had passed before its last block began. Operations in replays of a
+        graph count. The call waits for a small copy from the device.
 
         Raises Unsupported on the CPU.
         """

@@ -75,7 +75,8 @@ def init_expert_weights(
     weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float, part: ExpertPart, split: Split
 ) -> None:
     """Fills weight[l], or its part or shard, with normal numbers that depend on (seed, name, first_expert +
-    l) alone, so that a model starts the same at every EP and ETP size. As `init_shared_weight` otherwise."""
+    l) alone, so that a model starts the same at every EP and ETP size. A weight on the meta device is left
+    alone."""
     if weight_LAB.is_meta:
         return
     shape = list(weight_LAB.shape)

@@ -99,8 +99,8 @@ def _require_one_step(trainer: Any, model: Any, recorder: Recorder | None) -> No
 
 
 def _kind_of(value: Any) -> Any:
-    """Returns what has to be equal for a batch to be replayed: a tensor's shape and dtype, or the value. Of
-    other objects (lists of tensors) something that equals nothing: a graph would keep their tensors."""
+    """Returns what has to be equal for a batch to be replayed: a tensor's shape and dtype, or the value; of
+    lists of tensors, which a graph would keep, something that equals nothing."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return value if value is None or isinstance(value, (str, int, float)) else object()

@@ -1,8 +1,7 @@
 """DeepEP's `ElasticBuffer` (version 2 of its API; `EPBuffer` from 2.5 on), on moecomm.
 
-Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/elastic.py. Shape letters: T
-tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows, C num_max_tokens_per_rank.
-Weights are float32, with float64 rows float64.
+Names, order and defaults of arguments are those of DeepEP's deep_ep/buffers/elastic.py. Shape letters and
+dtypes are as in buffer.py, and C is num_max_tokens_per_rank.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class EPHandle(PlanHandle):
 class ElasticBuffer(Operations):
     """Dispatch and combine between the ranks of `group`, with the calls of DeepEP's version 2.
 
-    All ranks call the operations together. Communicators of moecomm are built in the first dispatch of each
-    shape (experts, hidden, top-k, dtype, SMs), and made larger when a batch brings more tokens.
+    All ranks call the operations together. Communicators of moecomm are built and made larger as by `Buffer`.
 
     Args:
         group: the ranks.

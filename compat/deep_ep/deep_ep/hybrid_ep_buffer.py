@@ -1,8 +1,7 @@
 """DeepEP's `HybridEPBuffer` (its branch hybrid-ep), on moecomm.
 
-Names, order and defaults of arguments are those of deep_ep/hybrid_ep_buffer.py there. Shape letters: T
-tokens, K top-k, H hidden, E experts, R ranks, L local experts, P received rows.
-Weights and probs are float32, with float64 rows float64.
+Names, order and defaults of arguments are those of deep_ep/hybrid_ep_buffer.py there. Shape letters and
+dtypes, also of probs, are as in buffer.py.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from moecomm.shared import largest, may_be_too_large
 
 __all__ = ["BufferConfig", "HybridEPBuffer", "indices_to_map"]
 
-_DATA_TYPES = ("UINT16", "UINT8")  # of rows in bfloat16, and in fp8
-
 
 @dataclass
 class BufferConfig:
@@ -56,7 +53,7 @@ class BufferConfig:
 class HybridEPBuffer(Operations):
     """Dispatch and combine between the ranks of `group`, with the calls of DeepEP's branch hybrid-ep.
 
-    All ranks call the operations together. Communicators are built as by `ElasticBuffer`, the first for
+    All ranks call the operations together. Communicators are built as by `Buffer`, the first for
     `max_num_of_tokens_per_rank`. Ranks may have different numbers of tokens, also none.
 
     A communicator has a fixed top-k. For ids it is their K. A routing map has no K: all ranks agree on the
@@ -93,7 +90,7 @@ class HybridEPBuffer(Operations):
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
         self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
         sizes = (hidden_dim, max_num_of_tokens_per_rank, num_local_experts, self.group_size)
-        self.configurer = SimpleNamespace(buffer_config=BufferConfig(*sizes, _DATA_TYPES[use_fp8]))
+        self.configurer = SimpleNamespace(buffer_config=BufferConfig(*sizes, _data_type(use_fp8)))
         self._num_sms = num_sms_dispatch_api
         self._top_k: dict[int, int] = {}  # by number of experts: the top-k that ranks have agreed on for maps
         self._bounded: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -121,7 +118,7 @@ class HybridEPBuffer(Operations):
             "hidden_dim": hidden_dim,
             "num_of_experts_per_rank": num_local_experts,
             "pad_multiple": pad_multiple,
-            "token_data_type": None if use_fp8 is None else _DATA_TYPES[use_fp8],
+            "token_data_type": None if use_fp8 is None else _data_type(use_fp8),
         }
         for name, value in {**given, **kwargs}.items():
             if value is not None:
@@ -147,8 +144,7 @@ class HybridEPBuffer(Operations):
         Args:
             hidden: (T, H) rows; or, on GPUs, fp8 rows as float8_e4m3fn or uint8.
             scaling_factor: (T, H / 128) float32 scales of fp8 rows.
-            topk_idx, topk_weights: (T, K) expert ids, -1 for none, and weights or None.
-            num_of_experts: E; needed with topk_idx.
+            topk_idx, topk_weights, num_of_experts: (T, K) expert ids, -1 for none; weights or None; E.
             routing_map, probs: in their place, (T, E) bool, and (T, E) or None.
             handle: of an earlier dispatch, along whose plan the rows go, with probs or weights if given.
             The others are ignored.
@@ -407,6 +403,10 @@ class HybridEPBuffer(Operations):
                 torch.cuda.synchronize(comm.device)
             with contextlib.suppress(CapacityExceeded):
                 comm.check()
+
+
+def _data_type(fp8: bool) -> str:
+    return "UINT8" if fp8 else "UINT16"
 
 
 def _expect(handle: Any, layout: str) -> HybridHandle:

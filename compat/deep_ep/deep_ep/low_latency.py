@@ -1,7 +1,6 @@
 """The low-latency calls of DeepEP's `Buffer`: rows by expert at fixed positions; the host waits for nothing.
 
-Shape letters: T tokens, K top-k, H hidden, E experts, R ranks, L local experts, C
-num_max_dispatch_tokens_per_rank, S scales of a row, H / 128.
+Shape letters as in buffer.py, and C num_max_dispatch_tokens_per_rank, S scales of a row, H / 128.
 """
 
 from __future__ import annotations
