@@ -17,15 +17,11 @@ import moecomm.kernels.scaled_mm  # noqa: F401 (both define the operators)
 
 
 def _by_group(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    """FLOPs of (P, A) times (L, A, B), a matrix for each group; of (A, P) times (P, B), summed over each
-    group; of (L, M, A) times (L, A, B); or of (L, M, A) times (A, P), whose columns are grouped."""
+    """FLOPs of (P, A) times (L, A, B), a matrix for each group; of (A, P), or (P, A) to be transposed, times
+    (P, B), summed over each group; of (L, M, A) times (L, A, B); or of (L, M, A) times (A, P), whose columns
+    are grouped."""
     batch = left[0] if len(left) == len(right) == 3 else 1
     return 2 * batch * left[-2] * left[-1] * right[-1]
-
-
-def _weight_gradient(rows: Sequence[int], grad: Sequence[int], *_: Any, **__: Any) -> int:
-    """FLOPs of a weight gradient from rows (P, A) and gradients (P, B)."""
-    return 2 * rows[0] * rows[1] * grad[1]
 
 
 def _scaled(rows: Sequence[int], _scales: Any, weights: Sequence[int], *_: Any, **__: Any) -> int:
@@ -36,7 +32,7 @@ def _scaled(rows: Sequence[int], _scales: Any, weights: Sequence[int], *_: Any, 
 for _operator, _formula in (
     (torch.ops.aten._grouped_mm, _by_group),
     (torch.ops.moecomm.grouped_mm, _by_group),
-    (torch.ops.moecomm.grouped_mm_wgrad, _weight_gradient),
+    (torch.ops.moecomm.grouped_mm_wgrad, _by_group),
     (torch.ops.moecomm.scaled_grouped_mm, _scaled),
     (torch.ops.moecomm.scaled_grouped_mm_wgrad, _scaled),
 ):
