@@ -185,12 +185,12 @@ struct Comm {
            (place * window.stage_tokens + in_turn(token, window.stage_tokens)) *
                window.shape.wire_row_bytes();
   }
-  /// Combine: address of slot `slot` of a token, in the window of its home at `base`.
+  /// Combine: address of slot `slot` of a token. `base`: the window of the rank that the token came from.
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();
   }
-  /// Combine: address of sum number `slot` for a token whose home is on the other node `other`, in the window
-  /// at `base` of the rank here that relays for the home.
+  /// Combine: address of sum number `slot` for a token of a rank on the other node `other`. `base`: the window
+  /// of the rank of this node that relays to that rank.
   __device__ std::byte* partial_row(std::byte* base, uint64_t epoch, int32_t other, int64_t token,
                                     int32_t slot) const {
     return base + window.partials[epoch & 1] +

@@ -292,8 +292,9 @@ class Backend(ABC):
         )
 
     def begin_combine(self, plan: Any, rows_PH: Tensor, weights_P: Tensor | None) -> Any:
-        """Sends the sums of a forward's combine: its first half, or the whole combine where nothing is split.
-        Returns the argument of `finish_combine`, which includes the tensors that kernels still read."""
+        """Starts the combine of a forward: sends this rank's sums. A backend that does not split the
+        operation runs the whole combine. Returns the argument of `finish_combine`, which includes the
+        tensors that kernels still read."""
         return self.combine(plan, rows_PH, weights_P, None, forward=True)
 
     def finish_combine(self, begun: Any) -> Tensor:

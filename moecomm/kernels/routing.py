@@ -83,7 +83,8 @@ def _launch(name: str, logits_TE: Tensor, *arguments: Any) -> None:
 
 
 def _in_parts(x_TH: Tensor, weight_EH: Tensor) -> bool:
-    """Returns whether products with these rows run on tensor cores, by the weight's bfloat16 parts."""
+    """Returns whether the router's products with these rows can run on tensor cores, with the float32 weight
+    split into bfloat16 parts (`_split`)."""
     experts, hidden = weight_EH.shape
     return (
         x_TH.is_cuda

@@ -26,9 +26,12 @@ _PLACED = "moecomm_placed"
 
 def refuse_mixed_shards(experts: nn.Module) -> None:
     """Raises InvalidArgument if fully_shard has sharded a parametrized weight of experts with main_grad, or a
-    parameter that differs between ranks, unless over exactly the ranks in `sharded_over`. Each parameter is
-    checked once, and new ones of custom experts are marked. In GroupedExperts only child modules are checked,
-    since it refuses FSDP on itself."""
+    parameter that differs between ranks. The latter may be sharded over exactly the ranks in
+    `experts.sharded_over`, which `fully_shard_experts` sets.
+
+    Each parameter is checked once; later calls only look at its attributes. In GroupedExperts only child
+    modules are checked, since GroupedExperts refuses FSDP on itself. New parameters of custom experts are
+    marked as parameters of experts."""
     grouped, prefix = grouped_in(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]

@@ -55,8 +55,8 @@ class MemoryPlan:
 def window_shape(
     *, ranks: int, hidden: int, dtype: torch.dtype, ranks_per_node: int | None = None, **others: int
 ) -> _C.WindowShape:
-    """Returns the runtime's description of a window. Raises InvalidArgument for sizes that a window cannot
-    have. others: top_k and max_tokens."""
+    """Returns the runtime's description of a window. `others`: top_k and max_tokens. Raises InvalidArgument
+    for sizes that a window cannot have."""
     if dtype not in tuple(NATIVE_DTYPES):  # not everything can be hashed
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
         raise InvalidArgument(f"dtype is {dtype!r}, expected one of {names}")

@@ -39,7 +39,8 @@ class Drift:
         self._taken: _Taken | None = None
 
     def note_step(self, layer: MoELayer, weight: Tensor) -> None:
-        """At some steps (`_EVERY`): adds the last checksum to the layer's number, and takes a new one."""
+        """Counts an optimizer step. In the steps that `_EVERY` names, adds the checksum taken before to the
+        number that the layer's dispatches compare between ranks, and takes a new checksum."""
         self._steps += 1
         if self._steps > _FIRST and self._steps % _EVERY > 1:
             return
@@ -97,9 +98,11 @@ def _arrived(taken: _Taken) -> Tensor:
 
 
 def router_bits(layers: Iterable[MoELayer], place: torch.device) -> tuple[Tensor, bool] | None:
-    """Returns a checksum of the first `router_weight`, on `place`, and whether it is that of the last call
-    for this layer; None without such a weight. From a GPU to the host it is that of the last call, which the
-    device has finished long ago, so that the host does not wait. The first call waits, for that of now."""
+    """Returns a checksum of the first `router_weight` among `layers`, on the device `place`, and whether the
+    previous call for that layer computed it; None if no layer has such a weight.
+
+    With weights on a GPU and `place` on the host it is the previous call's, so that the host need not wait
+    for the GPU. The first call has no such checksum: it computes one and waits."""
     for layer in layers:
         if (weight := router_weight(layer)) is not None:
             break

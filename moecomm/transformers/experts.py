@@ -117,9 +117,10 @@ class LocalExperts:
         batches: int,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        """dtype: that of the products; None if the module runs its own forward."""
-        # The passes of moecomm's own layers, without and with adapters: for known functions between the
-        # products, and one dtype.
+        """Dispatches the tokens, runs the experts on their rows and combines the results. dtype: that of the
+        products; None if the module runs its own forward."""
+        # moecomm's own layers have a pass without and a pass with adapters. Both need an activation that
+        # moecomm knows, and products in the dtype of the tokens.
         known = self._activation if dtype is x_TH.dtype else None
         if known is not None and not self._adapters:
             return self._run_pass(shared, x_TH, ids_TK, weights_TK, 1 / batches)

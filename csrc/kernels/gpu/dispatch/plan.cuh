@@ -364,7 +364,8 @@ struct CountArrival {
 };
 
 /// Copies each source's counts to `counts`, and its number of tokens to `tokens`[source], as they arrive.
-/// Whole block; false if a wait fails, or a source runs another operation or has an error, and pushes none.
+/// The whole block calls it. False if a wait fails, or if a source sends no counts because it runs another
+/// operation or has an error.
 template <class Counts>
 __device__ inline bool take_counts(const Comm& comm, uint64_t epoch, const Counts& counts, int32_t* tokens) {
   constexpr int kTogether = Counts::kTogether;
