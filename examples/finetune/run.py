@@ -35,6 +35,7 @@ from transformers import (
     set_seed,
 )
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging as transformers_logging
 
@@ -61,6 +62,10 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **options: Any
     ) -> Any:
+        if not model.training:
+            # Divided by the number of all ranks' targets, losses are shares of the mean over ranks. But if a
+            # last batch was filled up with windows seen before, the Trainer keeps the first ranks' alone.
+            options.pop("num_items_in_batch", None)
         balanced = self.balance > 0.0 and model.training
         if balanced:
             inputs = {**inputs, "output_router_logits": True}
@@ -207,7 +212,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             f"{model_size.experts} experts on {ep} of {world} ranks ({device.type})\n"
             f"text: {len(training)} windows of {options.seq} tokens to train on, {len(held_out)} held out\n"
             f"memory: {fits}",
-            *filter(None, [options.note]),
+            *filter(None, [model_size.note(options.seq), options.note]),
             sep="\n",
             flush=True,
         )
@@ -225,7 +230,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         how: dict[str, Any] = {"use_reentrant": False, "context_fn": keep_plans}
         if options.graph:
             how = {"use_reentrant": False, "preserve_rng_state": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     metrics = None
     if first:
         metrics = MetricsFile(out / "metrics.jsonl", resume_at=begun)
@@ -426,6 +431,9 @@ def _arguments(options: Options, gpu: bool) -> TrainingArguments:
 
 
 def _load(source: str, options: Options, world: int, ep: int, device: torch.device) -> Any:
+    known = EPImplementationInterface()
+    if options.implementation not in known:  # which transformers asks only where ranks share the experts
+        raise UsageError(f"--implementation {options.implementation} is none of {', '.join(known)}")
     gpu, own = device.type == "cuda", options.implementation == "moecomm"
     parallel = DistributedConfig(
         fsdp_size=world,

@@ -28,6 +28,7 @@ class Model:
     vocabulary: int
     experts: int
     top_k: int
+    positions: int  # that the model was made for; 0: its config does not say
 
     @classmethod
     def of(cls, folder: str) -> Model:
@@ -61,7 +62,14 @@ class Model:
             vocabulary=text.vocab_size,
             experts=experts,
             top_k=_first(text, ("num_experts_per_tok", "moe_k"), 1),
+            positions=_first(text, ("max_position_embeddings",), 0),
         )
+
+    def note(self, seq: int) -> str:
+        """Returns a line about windows longer than the model was made for, else an empty string."""
+        if not 0 < self.positions < seq:
+            return ""
+        return f"note: --seq {seq} is more than the {self.positions} positions that the model was made for"
 
 
 def _experts_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -87,7 +87,9 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
                 if each.get("content") is not None or not each.get("tool_calls"):
                     texts.append(each["content"])
             for each in texts:
-                str.encode(each)  # refuses what is no text, and halves of surrogate pairs
+                if not isinstance(each, str):
+                    raise TypeError(f"{json.dumps(each)[:60]} is no text")
+                each.encode()  # refuses halves of surrogate pairs
             for each in found.tools:
                 dict.keys(each)  # refuses what is no description
             yield found

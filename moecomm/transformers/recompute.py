@@ -45,8 +45,8 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 def keep_plans() -> Contexts:
     """A context_fn of torch.utils.checkpoint: recomputed layers follow the plans of their first forward.
 
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={
                 "use_reentrant": False,
                 "context_fn": moecomm.transformers.keep_plans,
             }

@@ -149,6 +149,7 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
         ("a.jsonl", "no json\n", "line 1 must be"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "line 1 must be .*TypeError"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', r"\[.*\] is no text"),
         ("a.jsonl", '{"messages": [], "tools": ["add"]}\n', "line 1 must be .*TypeError"),
         ("a.jsonl", '{"messages": ["hi"]}\n', "line 1 must be .*(TypeError|AttributeError)"),
         ("a.jsonl", '{"messages": [{"role": 3, "content": "x"}]}\n', "line 1 must be .*TypeError"),
@@ -195,6 +196,7 @@ BIG = sizes.Model(
     vocabulary=151_936,
     experts=128,
     top_k=8,
+    positions=40_960,
 )  # a Qwen3-30B-A3B
 
 
@@ -209,6 +211,7 @@ def test_a_model_is_measured_by_its_config(model: Path) -> None:
     assert found.expert_width == 3 * demo.HIDDEN
     assert found.adapter_parameters == sum(len(each) * sum(each.shape[1:]) for each in weights) > 0
     assert (found.experts, found.top_k, found.layers) == (demo.EXPERTS, 2, demo.LAYERS)
+    assert not found.note(4096) and "4097 is more than the 4096 positions" in found.note(4097)
 
 
 def test_what_does_not_fit_is_told_with_what_would() -> None:
@@ -313,6 +316,9 @@ def test_each_layer_is_balanced_by_itself(tmp_path: Path, model: Path) -> None:
             losses[trainer.balance, training] = trainer.compute_loss(loaded.train(training), batch).item()
     assert losses[10.0, False] == losses[0.0, False]
     assert losses[10.0, True] - losses[0.0, True] == pytest.approx(10.0 * wanted / 2, rel=1e-4)
+    # held out, a loss is the mean of the rank's own targets, whatever number all ranks have
+    share = trainer.compute_loss(loaded.eval(), batch, num_items_in_batch=torch.tensor(93))
+    assert share.item() == losses[0.0, False]
     (tmp_path / "checkpoint-0").touch()
     with pytest.raises(RunError, match="checkpoint of step 0 could not be written: rank 0: FileExistsError"):
         trainer._save_checkpoint(loaded, None)
@@ -339,6 +345,7 @@ SMALL = "--seq 32 --batch 2 --log-every 1 --eval-every 2 --save-every 2 --sample
 
 def _run(*arguments: object, ranks: int = 2, code: int = 0) -> str:
     done = run_program(EXAMPLES / "finetune_hf.py", *map(str, arguments), torchrun=ranks, code=code)
+    assert "FutureWarning" not in done.err
     return done.out if code == 0 else done.err
 
 
@@ -440,7 +447,7 @@ def test_adapters_alone_are_trained(tmp_path: Path, model: Path, kind: str) -> N
     chat = chat_of("Count.", "one two three four five")
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
     # The log has the first losses, and the last.
-    flags = f"{kind} --lr 1e-2 --balance 0.01 --steps 4 {SMALL} --log-every 3".split()
+    flags = f"{kind} --recompute --lr 1e-2 --balance 0.01 --steps 4 {SMALL} --log-every 3".split()
     said = _run(model, chats, "--out", tmp_path / "run", *flags)
     first, last = (float(each) for each in said.splitlines()[-1].split()[2:5:2] for each in [each.strip(",")])
     assert last < first and "step     4/4  loss" in said
@@ -472,6 +479,7 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
             [model, place, "--lora-experts", "--implementation", "all_to_all"],
             "needs --implementation moecomm",
         ),
+        (1, [model, place, "--implementation", "nccl"], "--implementation nccl is none of "),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
         (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
         (2, [silent, place], ", the model 96 of them"),

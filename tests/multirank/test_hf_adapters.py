@@ -59,7 +59,7 @@ def test_adapters(rank: int, size: int, family: str, folders: Path, seed: int) -
     model: Any = adapt_experts(adapt(load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2)))
     if family in ("qwen3_moe", "gpt_oss"):  # layers that are computed again follow the first plans
         kind = {"use_reentrant": False, "context_fn": keep_plans}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kind)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(average)

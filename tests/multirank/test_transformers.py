@@ -109,7 +109,7 @@ def test_gradient_checkpointing(rank: int, size: int, folders: Path, seed: int) 
     ]
     for kind, dispatches in kinds:
         model: Any = load_parallel(folder, "moecomm", fsdp_size=2, ep_size=2).train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kind)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SharedCommunicator, "run", lambda *given: made.append(1) or plain(*given))
             found += [f"{kind}: {each}" for each in _check(model, wanted, rank, seed)]
