@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
+import gc
 import logging
 import os
 import signal
@@ -136,6 +138,19 @@ def process_group(device: str) -> Iterator[torch.device]:
         yield place
     finally:
         dist.destroy_process_group()
+        _free_groups()
+
+
+def _free_groups() -> None:
+    """Frees groups that have been destroyed. Caches of DTensor, which FSDP2 fills, hold their meshes: gloo's
+    threads would go on to the end of the process, and might then crash it (seen with torch 2.13)."""
+    for each in gc.get_objects():
+        if isinstance(each, functools._lru_cache_wrapper) and each.__module__.startswith("torch.distributed"):
+            each.cache_clear()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    getattr(redistribute, "clear_redistribute_planner_cache", gc.collect)()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", gc.collect)()
+    gc.collect()
 
 
 def _own_store() -> dict[str, Any]:

@@ -385,6 +385,30 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     assert "8 experts on 1 of 1 ranks" in said and "5 steps" in said.splitlines()[-1]
 
 
+LEAVE = """
+import os, sys
+sys.path.insert(0, os.environ["EXAMPLES"])
+import torch
+from lm.ranks import process_group
+from torch.distributed.fsdp import fully_shard
+
+with process_group("cpu"):
+    model = fully_shard(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    del model
+names = [open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task")]
+print("left:", [each for each in names if "gloo" in each])
+"""
+
+
+def test_groups_of_fsdp_end_with_the_process_group(tmp_path: Path) -> None:
+    """Threads of gloo that run on may crash a process as it ends, and torchrun would report a failure."""
+    program = tmp_path / "leave.py"
+    program.write_text(LEAVE)
+    done = run_program(program, torchrun=1, environment={"EXAMPLES": str(EXAMPLES)})
+    assert done.last_line == "left: []"
+
+
 BAD_GRADIENTS = """
 import os, sys
 sys.path.insert(0, os.environ["EXAMPLES"])
