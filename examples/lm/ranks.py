@@ -145,7 +145,7 @@ def _free_groups() -> None:
     """Frees groups that have been destroyed. Caches of DTensor, which FSDP2 fills, hold their meshes: gloo's
     threads would go on to the end of the process, and might then crash it (seen with torch 2.13)."""
     for each in gc.get_objects():
-        if isinstance(each, functools._lru_cache_wrapper) and each.__module__.startswith("torch.distributed"):
+        if type(each) is functools._lru_cache_wrapper and each.__module__.startswith("torch.distributed"):
             each.cache_clear()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     getattr(redistribute, "clear_redistribute_planner_cache", gc.collect)()
