@@ -189,8 +189,8 @@ struct Comm {
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();
   }
-  /// Combine: address of sum number `slot` for a token of a rank on the other node `other`. `base`: the window
-  /// of the rank of this node that relays to that rank.
+  /// Combine: address of sum number `slot` for a token of a rank on the other node `other`. `base`: the
+  /// window of the rank of this node that relays to that rank.
   __device__ std::byte* partial_row(std::byte* base, uint64_t epoch, int32_t other, int64_t token,
                                     int32_t slot) const {
     return base + window.partials[epoch & 1] +

@@ -153,8 +153,8 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
 cudaError_t launch_combine_fused(const Launch& launch, const device::Comm& comm,
                                  const CombineArguments& arguments);
 /// Ends a dispatch, or the backward of a combine, of `tokens` tokens whose rows the caller will not receive.
-/// `offered`: a receiving kernel was launched already with outputs that might be too small. If they were large
-/// enough it has ended the dispatch, and this launch does nothing.
+/// `offered`: a receiving kernel was launched already with outputs that might be too small. If they were
+/// large enough it has ended the dispatch, and this launch does nothing.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
                            int64_t tokens, bool offered);
 /// Tells all ranks of an error that the host found. `text`: kErrorText bytes in device or pinned memory.
