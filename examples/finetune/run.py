@@ -294,9 +294,9 @@ def _finish(
     loss = evaluated[-1]["eval_loss"]
     if not math.isfinite(loss):
         trainer.give_up(f"step {done}: the held-out loss is {loss}", done)
-    sample = _sample(trainer.model, trainer.processing_class, held_out, options)
     with _written(str(out / "model")):
         trainer.save_model(str(out / "model"))
+    sample = _sample(trainer.model, trainer.processing_class, held_out, options)
     memory = [0] * world
     dist.all_gather_object(memory, peak_memory(trainer.args.device))
     if metrics is not None:
