@@ -227,10 +227,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             _set_aside(out)
         options.save()
     if plan.recompute:
-        how: dict[str, Any] = {"use_reentrant": False, "context_fn": keep_plans}
-        if options.graph:
-            how = {"use_reentrant": False, "preserve_rng_state": False}
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+        how = {"preserve_rng_state": False} if options.graph else {"context_fn": keep_plans}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **how})
     metrics = None
     if first:
         metrics = MetricsFile(out / "metrics.jsonl", resume_at=begun)

@@ -148,8 +148,12 @@ def _free_groups() -> None:
         if type(each) is functools._lru_cache_wrapper and each.__module__.startswith("torch.distributed"):
             each.cache_clear()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
-    getattr(redistribute, "clear_redistribute_planner_cache", gc.collect)()
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", gc.collect)()
+    for place, name in (
+        (redistribute, "clear_redistribute_planner_cache"),
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+    ):
+        if (clear := getattr(place, name, None)) is not None:  # other versions of torch may lack it
+            clear()
     gc.collect()
 
 

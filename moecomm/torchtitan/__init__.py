@@ -54,9 +54,9 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
         """Returns the rows for this rank's experts, (R, D) in the order of experts, the number of rows of
-        each of these experts, and the argument `metadata` of `combine`. Scores are the weights of `combine`,
-        ids of all ranks' experts. Raises the errors of `Communicator.dispatch`, on all ranks of the EP mesh.
-        """
+        each of these experts, and the argument `metadata` of `combine`, which weighs rows by the scores. The
+        ids are in the numbering of all ranks' experts; num_local_tokens_per_expert_E is not read. Raises the
+        errors of `Communicator.dispatch`, on all ranks of the EP mesh."""
         if self._comms is None:
             parts = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
             return super(BaseEPTokenDispatcher, self).dispatch(*parts)

@@ -538,7 +538,8 @@ sys.exit(finetune_hf.main())
 
 
 def test_replayed_passes_train_as_others_do(tmp_path: Path, model: Path) -> None:
-    """By a recorder that runs passes again: the losses and loads are those of a run without graphs."""
+    """A recorder that runs each pass again, in place of CUDA graphs, gives the losses and loads of a run
+    without graphs."""
     program = tmp_path / "replayed.py"
     program.write_text(REPLAYED)
     environment = {"EXAMPLES": str(EXAMPLES), "REPOSITORY": str(EXAMPLES.parent)}
