@@ -155,8 +155,7 @@ def build_parser(program: str) -> Parser:
             help="ranks that share memory; fewer than all: emulated nodes")
         add("--fabric-provider", metavar="NAME", help="libfabric provider: tcp, shm, ... (best found)")
     else:
-        variants = (*named.VARIANTS, *named.FP8_VARIANTS)
-        presets, wide = tuple(named.PRESETS), tuple(named.WIDE)
+        variants, presets, wide = named.VARIANTS, tuple(named.PRESETS), tuple(named.WIDE)
         add("--presets", type=_list_of(_one_of((*presets, *wide)), presets), default="all", metavar="LIST",
             help=f"all, or a list of {', '.join(presets)}; not in all: {', '.join(wide)}")
         add("--ways", type=_list_of(_one_of(named.WAYS), named.WAYS), default="layer", metavar="LIST",
@@ -167,8 +166,8 @@ def build_parser(program: str) -> Parser:
         add("--activation", choices=("swiglu", "swiglu_interleaved"), default="swiglu",
             help="gates in halves, or in even columns, which quack fuses (%(default)s)")
         add("--ffn", type=positive, metavar="F", help="inner width of an expert (the preset's)")
-        add("--variants", type=_list_of(_one_of(variants), named.VARIANTS), default="all", metavar="LIST",
-            help=f"of one call: all, or a list of {', '.join(variants)} (all: without the last three)")
+        add("--variants", type=_list_of(_one_of(variants), variants), default="all", metavar="LIST",
+            help=f"of one call: all, or a list of {', '.join(variants)}")
         add("--keep", type=_list_of(_one_of(named.KEEPS)), default="all", metavar="LIST",
             help="overlapped with each kept: all,rows,nothing")
         add("--graph-tokens", type=count, default=512, metavar="T",

@@ -10,7 +10,6 @@ NATIVE = ("fabric_raw", "proxy_rate")
 _BOTH = ("dispatch", "combine")
 _TARGET_LAYERS = ("deepseek-v3", "qwen3-235b", "qwen3-30b", "gpt-oss-120b", "mixtral-8x22b")
 _CLOSELY = ("deepseek-v3", "qwen3-30b")
-_FP8_VARIANTS = "compute only,overlapped,fp8 compute only,fp8 overlapped,fp8 weights anew"
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,11 @@ def _shared(experts: int, ranks: int) -> int:
 
 
 def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
-    """4096 tokens a rank of every layer, by importance, with 512 tokens in graphs; then products in fp8,
-    skewed routing, and what is kept for the backward.
-    """
+    """4096 tokens a rank of every layer, by importance, with 512 tokens in graphs; then skewed
+    routing, and what is kept for the backward."""
     steady = f"--device cuda -g {ranks} -n {iters} -w {warmup} --timeout 60"
     runs = [_run(f"cuda-layers-{name}", "moe_layer", f"--presets {name} {steady}") for name in _TARGET_LAYERS]
     around: dict[str, tuple[str, ...]] = {
-        "fp8": ("--variants", _FP8_VARIANTS),
         "skew": ("--routing", "zipf", "--zipf", "0.5,1"),
         "keep": ("--keep", "all,rows,nothing", "--variants", "compute only,serial,overlapped,baseline"),
     }

@@ -64,7 +64,6 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
         "--etp": options.etp > 1,
         "--pp": options.pp > 1,
         "--graph": options.graph,
-        "--expert-precision": options.expert_precision == "fp8",
         "--delay-wgrad": options.delay_wgrad,
         "--recompute": bool({"fc1", "dispatch", "shared"} & set(options.recompute)),
         "--wire": options.wire != "dtype",

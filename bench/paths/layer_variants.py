@@ -18,7 +18,7 @@ from moecomm.nn import GraphedStep, GroupedExperts, MoEConfig, MoELayer, Overlap
 from ..harness import options as named
 from ..harness import verify
 from ..harness.case import Case, Experts, LayerCase, corrupt, poison
-from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, HEADROOM, KEEPS, keep_name
+from ..harness.options import GRAPH_VARIANTS, HEADROOM, KEEPS, keep_name
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.timing import Clock, mean_over_ranks, slowest
 from .captured import Captured
@@ -58,10 +58,6 @@ def _why_not(name: str, case: LayerCase) -> str:
     """The reason why a variant cannot be on this device, or of this case; "" if it can."""
     if name in (named.GRAPH, named.GRAPHED) and case.device.type != "cuda":
         return "CUDA graphs are of GPUs"
-    if name in FP8_VARIANTS and case.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(case.device)
-        if major != 9:
-            return f"needs compute capability 9.0, this is {major}.{minor}"
     if name == named.BASELINE and case.options.activation != "swiglu":
         return "a plain framework has its gates in halves: --activation swiglu"
     return ""
@@ -118,7 +114,6 @@ def make_layer(
     products: str | None,
     *,
     overlap: OverlapConfig | None = None,
-    fp8: bool = False,
 ) -> MoELayer:
     """A layer with the cases' routings and experts whose weights all layers share. `products`: None leaves
     them to moecomm."""
@@ -134,8 +129,7 @@ def make_layer(
             activation=options.activation,
             pre_softmax=True,
             dtype=cases[0].dtype,
-            expert_precision="fp8" if fp8 else None,
-            products=None if fp8 else products,
+            products=products,
         )
         overlap = overlap or OverlapConfig()
         layer = MoELayer(config, comm, overlap=overlap)
@@ -158,7 +152,6 @@ class Variants:
         *,
         layer: MoELayer | None = None,
         keeps_memory: bool = False,
-        fp8: bool = False,
         **more: Any,
     ) -> Path:
         """A variant, checked by what `run` yields: the results of every microbatch, those of the experts'
@@ -178,7 +171,7 @@ class Variants:
                 if options.inject_error:
                     corrupt(next(iter(results[0].values())))
                 for found, want in zip(results, wanted, strict=True):
-                    verdicts.append(verify.compare(found, want, verify.FP8 if fp8 else case.point.dtype))
+                    verdicts.append(verify.compare(found, want, case.point.dtype))
                     poison(*(value for key, value in found.items() if key not in _OF_WEIGHTS))
                     grads = [found[key] for key in _OF_WEIGHTS if key in found] or grads
             poison(*grads)
@@ -210,13 +203,11 @@ class Variants:
         """The seconds that the host has waited for the GPU in the communicator."""
         return float(self.comm.stats().get("host_wait_seconds", 0.0))
 
-    def products(
-        self, name: str, phases: Mapping[str, Sequence[LayerCase]], products: str | None, *, fp8: bool = False
-    ) -> Path:
+    def products(self, name: str, phases: Mapping[str, Sequence[LayerCase]], products: str | None) -> Path:
         """The experts alone, as moecomm.nn has them, on rows that are here already; `phases` says of which
-        cases. With fp8 in e4m3."""
+        cases."""
         case = self.case
-        experts = make_layer(self.comm, [case], case.experts, products, overlap=IN_ORDER, fp8=fp8).experts
+        experts = make_layer(self.comm, [case], case.experts, products, overlap=IN_ORDER).experts
 
         def forward(case: LayerCase) -> Tensor:
             rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
@@ -247,7 +238,7 @@ class Variants:
             for phase, cases in phases.items()
         }
         note = f"products by {experts.products.name}"
-        return self.path(name, calls, run, fp8=fp8, remote=False, note=note)
+        return self.path(name, calls, run, remote=False, note=note)
 
     # -- what is measured besides the times ----------------------------------------------------------------
 
@@ -326,9 +317,6 @@ class _Variants(Variants):
             named.COMM: self._communication,
             named.SERIAL: partial(layer, named.SERIAL, overlap=IN_ORDER),
             **keeping,
-            named.FP8_COMPUTE: partial(self.products, named.FP8_COMPUTE, phases, products, fp8=True),
-            named.FP8_OVERLAPPED: partial(layer, named.FP8_OVERLAPPED, fp8=True),
-            named.FP8_ANEW: partial(layer, named.FP8_ANEW, fp8=True, anew=True),
             named.FIXED: partial(layer, named.FIXED, capacity=case.fixed_rows),
             named.GRAPH: self._graph_replay,
             named.GRAPHED: self._graphed_step,
@@ -374,26 +362,20 @@ class _Variants(Variants):
             named.COMM, move, step, before=case.fresh_ids, computes=False, blocks=True, waited=self.waited
         )
 
-    def _layer_path(self, name: str, *, capacity: int | None = None, anew: bool = False, **how: Any) -> Path:
-        """A MoELayer as a training loop calls it, behind its router. `anew`: its weights change each time."""
+    def _layer_path(self, name: str, *, capacity: int | None = None, **how: Any) -> Path:
+        """A MoELayer as a training loop calls it, behind its router."""
         case, layer = self.case, self._layer(capacity=capacity, **how)
 
         def forward() -> Tensor:
             y_TH: Tensor = layer(case.x_TH)
             return y_TH
 
-        def before() -> None:
-            case.fresh_ids()
-            if anew:
-                layer.experts.forget_quantized()
-
         return self._call(
             name,
             forward,
             lambda: self._backward(forward()),
-            before=before,
+            before=case.fresh_ids,
             layer=layer if layer.overlap.overlap else None,
-            fp8=how.get("fp8", False),
             blocks=capacity is None,
             waited=self.waited,
             note=f"products by {layer.experts.products.name}"

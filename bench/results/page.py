@@ -185,15 +185,6 @@ _GRAPHS: Cells = (
     ("than fixed", lambda g: g.faster(named.FIXED, named.GRAPH)),
     ("graphed step than eager", lambda g: g.faster(OVERLAPPED, named.GRAPHED)),
 )
-_FP8: Cells = (
-    *_PLACE,
-    ("overlapped ms", lambda g: g.ms(OVERLAPPED)),
-    ("in fp8 ms", lambda g: g.ms(named.FP8_OVERLAPPED)),
-    ("faster", lambda g: g.faster(OVERLAPPED, named.FP8_OVERLAPPED)),
-    ("weights anew", lambda g: g.faster(OVERLAPPED, named.FP8_ANEW)),
-    ("compute only", lambda g: g.faster(named.COMPUTE, named.FP8_COMPUTE)),
-    ("memory GB", lambda g: g.of(named.FP8_OVERLAPPED, "memory_bytes", 1e-9, 2)),
-)
 _KEPT_WORDS = {named.keep_name(keep): keep for keep in named.KEEPS} | {
     name: name for name in (named.SERIAL, named.BASELINE)
 }
@@ -451,18 +442,15 @@ def _layer_parts(records: Records) -> list[str]:
         groups = groups_of(of_one)
         eager = [group for group in groups if not group.own["graphs"]]
         graphs = [group for group in groups if group.own["graphs"] and group.own["phase"] == STEP]
-        fp8 = [group for group in eager if named.FP8_OVERLAPPED in group.paths and group.own["phase"] == STEP]
-        steps = [group for group in eager if group not in fp8]
-        steps.sort(key=lambda group: group.own["phase"] == FORWARD)
+        steps = sorted(eager, key=lambda group: group.own["phase"] == FORWARD)
         shape = " x ".join(map(str, first["options"]["dense"]))
         found += [
             f"### Layers on {machine}",
             f"{_facts(of_one)}\n- a dense product of {shape} makes {dense[0]:.4g} to {dense[-1]:.4g} TFLOP/s",
             *_steps(of_one.values()),
-            table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),
+            table_of(_LAYERS, steps),
             titled("Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)),
             titled("By what a forward keeps for its backward:", _kept(eager)),
-            titled("Products in fp8, times as fast as without:", table_of(_FP8, fp8)),
         ]
     return [*found, _missing(records)]
 

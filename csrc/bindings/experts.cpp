@@ -1,11 +1,10 @@
-// Bindings of the experts' and the router's kernels: take addresses, sizes and a stream. activation.py,
-// quantize.py and routing.py of moecomm/kernels are the only callers.
+// Bindings of the experts' and the router's kernels: take addresses, sizes and a stream. activation.py
+// and routing.py of moecomm/kernels are the only callers.
 #include <algorithm>
 
 #include "bindings/communicators.hpp"
 #include "common/error.hpp"
 #include "kernels/experts/activation.hpp"
-#include "kernels/experts/quantize.hpp"
 #include "kernels/experts/routing.hpp"
 #include "runtime/cuda_calls.hpp"
 
@@ -17,8 +16,6 @@ namespace {
 using experts::Activation;
 using experts::ActivationGradients;
 using experts::ActivationRows;
-using experts::QuantizeColumns;
-using experts::QuantizeRows;
 
 void check_between(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most)
@@ -71,14 +68,6 @@ ActivationRows rows_of(uintptr_t inner, uintptr_t weights, uintptr_t ends, int64
           activation};
 }
 
-constexpr int64_t kPiece = 16;  // bytes that a kernel moves at once
-
-void check_multiple(const char* name, int64_t value) {
-  if (value % experts::kQuantum != 0)
-    throw Error(ErrorKind::invalid_argument,
-                text_of(name, " is ", value, ", must be a multiple of ", experts::kQuantum));
-}
-
 experts::Routes routes_of(uintptr_t logits, int64_t parts, uintptr_t addends, uintptr_t biases,
                           int64_t tokens, int64_t number, int64_t top_k, experts::Scores scores,
                           bool normalize, float scale) {
@@ -96,14 +85,6 @@ experts::Routes routes_of(uintptr_t logits, int64_t parts, uintptr_t addends, ui
           scores,
           normalize,
           scale};
-}
-
-/// Checks the shape and dtype of x for quantize_rows and quantize_columns.
-void check_quantized(int64_t rows, int64_t columns, DType dtype) {
-  check_between("rows", rows, 0, experts::kMostRows);
-  check_between("columns", columns, experts::kQuantum, experts::kMostWidth);
-  check_multiple("columns", columns);
-  if (dtype == DType::float64) throw Error(ErrorKind::invalid_argument, "x is float64, must be narrower");
 }
 
 }  // namespace
@@ -174,45 +155,6 @@ void bind_experts(py::module_& m) {
   });
   bind_prepare(m, "prepare_routes", "loading the kernels of the router",
                [](DType) { return experts::prepare_routes(); });
-
-  m.def("quantize_rows", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
-                            DType dtype, uintptr_t values, uintptr_t scales, Address stream) {
-    check_quantized(rows, columns, dtype);
-    const QuantizeRows all{pointer("x", x, rows == 0, kPiece),
-                           pointer("values", values, rows == 0, kPiece),
-                           pointer<float>("scales", scales, rows == 0),
-                           real_rows_at(ends, groups),
-                           static_cast<int32_t>(rows),
-                           static_cast<int32_t>(columns),
-                           dtype};
-    check_cuda(experts::launch_quantize_rows(all, stream), "quantize rows");
-  });
-  m.def("quantize_columns",
-        [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns, int64_t out_rows,
-           DType dtype, uintptr_t values, uintptr_t scales, uintptr_t padded_ends, Address stream) {
-          check_quantized(rows, columns, dtype);
-          check_between("groups", groups, 1, INT32_MAX / columns);
-          if (ends == 0) {
-            check_multiple("rows", rows);
-          } else {
-            // Enough room for groups of any sizes.
-            const int64_t least = (rows / experts::kQuantum + groups) * experts::kQuantum;
-            check_between("out_rows", out_rows, least, 2 * experts::kMostRows - experts::kQuantum);
-            check_multiple("out_rows", out_rows);
-          }
-          const QuantizeColumns all{pointer("x", x, rows == 0, kPiece),
-                                    pointer<int32_t>("ends", ends, true),
-                                    pointer("values", values, rows == 0 && ends == 0, kPiece),
-                                    pointer<float>("scales", scales),
-                                    pointer<int32_t>("padded_ends", padded_ends, ends == 0),
-                                    static_cast<int32_t>(groups),
-                                    static_cast<int32_t>(rows),
-                                    static_cast<int32_t>(columns),
-                                    static_cast<int32_t>(out_rows),
-                                    dtype};
-          check_cuda(experts::launch_quantize_columns(all, stream), "quantize columns");
-        });
-  bind_prepare(m, "prepare_quantize", "loading the kernels of the experts", experts::prepare_quantize);
 }
 
 }  // namespace moecomm

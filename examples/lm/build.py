@@ -133,7 +133,6 @@ def moe_config(options: Options) -> MoEConfig:
             aux_loss=options.aux_loss if options.aux_coef else "none",
             aux_loss_coef=options.aux_coef,
             dtype=dtype,
-            expert_precision=None if options.expert_precision == "dtype" else options.expert_precision,
             init_std=options.dim**-0.5,
         )
     except moecomm.InvalidArgument as error:

@@ -60,7 +60,7 @@ def captures(options: Options, device: str) -> bool:
     if options.graph is not None:
         return options.graph
     whole = options.tp == options.cp == options.pp == 1 and not options.fsdp
-    plain = options.dtype == "bfloat16" and options.expert_precision == "dtype" and not options.recompute
+    plain = options.dtype == "bfloat16" and not options.recompute
     return device == "cuda" and whole and plain
 
 
@@ -80,9 +80,7 @@ def check_ranks(options: Options, world: int) -> ParallelFolding:
         )
     except InvalidArgument as error:
         raise UsageError(str(error)) from None
-    # Each part of an expert has whole columns, and in fp8 a multiple of those that share a scale.
-    unit = options.etp * (16 if options.expert_precision == "fp8" else 1)
-    _refuse(options.ffn % unit, f"--ffn {options.ffn} must be a multiple of {unit} with --etp {options.etp}")
+    _refuse(options.ffn % options.etp, f"--ffn {options.ffn} must be a multiple of --etp {options.etp}")
     ranks = "the number of ranks" if folding.dp == folding.world_size else "the data-parallel size"
     _refuse(options.batch % folding.dp, f"--batch {options.batch} is not divisible by {ranks}, {folding.dp}")
     windows = options.batch // folding.dp
@@ -146,14 +144,6 @@ def _check_experts(options: Options) -> None:
         f"{dense} must be less than --layers {options.layers}: the others have the experts",
     )
     _refuse(options.dense_layers and not options.dense_ffn, f"{dense} needs --dense-ffn, above 0")
-    if options.expert_precision == "fp8":
-        for name in ("dim", "ffn"):
-            value = getattr(options, name)
-            _refuse(value % 16, f"{flag(name)} {value} must be a multiple of 16 for --expert-precision fp8")
-        _refuse(
-            options.expert_bias,
-            "--expert-bias: experts in fp8 have none: not with --expert-precision fp8",
-        )
     _refuse(
         options.top_k > options.experts,
         f"--top-k {options.top_k} is more than --experts {options.experts}",

@@ -124,11 +124,6 @@ class Options:
     moments: str = _flag(
         "both of the optimizer, which computes in float32", resumed=FIXED, choices=DTYPES, default="float32"
     )
-    expert_precision: str = _flag(
-        "of the experts' products, forward and backward; fp8 takes H100 or H200, where it is GPUs",
-        choices=("dtype", "fp8"),
-        default="dtype",
-    )
     wire: str = _flag(
         "in which a dispatch's rows travel; gradients in dtype; others than dtype on GPUs",
         choices=("dtype", "fp8", "mxfp8"),

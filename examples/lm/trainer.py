@@ -386,9 +386,9 @@ class Trainer:
                 "parameters": total,
             }
             self.metrics.write({"step": 0, **facts})
-        note = ", experts in fp8" if self.options.expert_precision == "fp8" else ""
+        note = ""
         if (self.comm.wire, self.comm.combine_wire, self.comm.gradient_wire) != (None, None, None):
-            note += f", rows sent as {self.options.wire}, their sums as {self.options.combine_wire}"
+            note = f", rows sent as {self.options.wire}, their sums as {self.options.combine_wire}"
             note += f", gradients as {self.options.gradient_wire}"
         if self.options.note:
             self._say(self.options.note)

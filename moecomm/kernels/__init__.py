@@ -1,1 +1,1 @@
-"""Kernels of routers and experts: routing, grouped products, weighted activations, fp8 operands."""
+"""Kernels of routers and experts: routing, grouped products, weighted activations."""

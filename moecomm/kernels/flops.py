@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-import moecomm.kernels.grouped_mm
-import moecomm.kernels.scaled_mm  # noqa: F401 (both define the operators)
+import moecomm.kernels.grouped_mm  # noqa: F401 (defines the operators)
 
 
 def _by_group(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
@@ -24,17 +23,10 @@ def _by_group(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> 
     return 2 * batch * left[-2] * left[-1] * right[-1]
 
 
-def _scaled(rows: Sequence[int], _scales: Any, weights: Sequence[int], *_: Any, **__: Any) -> int:
-    """FLOPs of rows (P, K) times weights (L, N, K), or of a weight gradient from (A, Q) and (B, Q)."""
-    return 2 * rows[0] * rows[1] * weights[-2]
-
-
-for _operator, _formula in (
-    (torch.ops.aten._grouped_mm, _by_group),
-    (torch.ops.moecomm.grouped_mm, _by_group),
-    (torch.ops.moecomm.grouped_mm_wgrad, _by_group),
-    (torch.ops.moecomm.scaled_grouped_mm, _scaled),
-    (torch.ops.moecomm.scaled_grouped_mm_wgrad, _scaled),
+for _operator in (
+    torch.ops.aten._grouped_mm,
+    torch.ops.moecomm.grouped_mm,
+    torch.ops.moecomm.grouped_mm_wgrad,
 ):
     if _operator not in flop_registry:  # a later torch may have its own formula
-        register_flop_formula(_operator)(_formula)
+        register_flop_formula(_operator)(_by_group)

@@ -40,8 +40,7 @@ def is_expert_parameter(parameter: Tensor) -> bool:
     """Returns True for a parameter of this rank's experts, False for one that all ranks share.
 
     `parameter` must come from a model's `parameters()`, a call that also marks the parameters of
-    parametrizations. Whole parameters that FSDP puts in the place of shards, for a forward or backward,
-    are not marked."""
+    parametrizations."""
     return getattr(parameter, _MARK, False)
 
 

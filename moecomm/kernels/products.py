@@ -160,9 +160,6 @@ class Products:
     def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
         return grouped_mm_wgrad(rows_PA, grad_PB, groups)
 
-    def forget(self) -> None:
-        """Drops kept data derived from weights (quantised copies), if there is any."""
-
 
 _FACTORS = 8
 """Columns of `bias_factors`: 16 bytes in the narrowest dtype, as grouped products require."""

@@ -13,7 +13,6 @@ import torch
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS
-from moecomm.kernels.quantize import QUANTUM
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "activation": tuple(INPUTS),
@@ -23,7 +22,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "bias_update": ("sign", "centered"),
     "drop_policy": ("probs", "position"),
     "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    "expert_precision": (None, "fp8"),
 }
 
 
@@ -84,10 +82,8 @@ class MoEConfig:
         pad_to_capacity: with capacity_factor: dispatches return a fixed number of rows; no host waits.
         dtype: of the experts' weights and of the rows that travel; bfloat16 for speed on GPUs. The router
             computes in float32.
-        expert_precision: None: products in dtype. "fp8": in e4m3 (docs/fp8.md); needs a dtype narrower than
-            float64, hidden and ffn_hidden multiples of 16, no bias, and on CUDA compute capability 9.0.
         products: "torch"; "quack" (quack-kernels, Hopper, bfloat16 and float16); None: quack if it is
-            installed and supports the layer, else torch (docs/layer.md). Must be None with expert_precision.
+            installed and supports the layer, else torch (docs/layer.md).
         main_grad: True: the experts' weights accumulate gradients in `weight.main_grad`, float32
             (docs/training.md). For dtypes narrower than float64.
         init_std: standard deviation of the normal distribution of initial weights.
@@ -127,7 +123,6 @@ class MoEConfig:
     pad_to_capacity: bool = False
 
     dtype: torch.dtype = torch.float32
-    expert_precision: str | None = None
     products: str | None = None
     main_grad: bool = False
     init_std: float = 0.02
@@ -148,7 +143,7 @@ class MoEConfig:
                 _require(self, field.name, number and math.isfinite(value), "a finite number")
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
-        for rules in (self._rules(), self._precision_rules(), self._score_rules(), self._group_rules()):
+        for rules in (self._rules(), self._score_rules(), self._group_rules()):
             for name, holds, bound in rules:
                 _require(self, name, holds, bound)
 
@@ -165,16 +160,6 @@ class MoEConfig:
         yield "pad_to_capacity", fixed, "False without a capacity_factor"
         narrow = self.dtype != torch.float64 or not self.main_grad
         yield "main_grad", narrow, "False with dtype=torch.float64, since it is float32"
-
-    def _precision_rules(self) -> Iterator[tuple[str, bool, str]]:
-        if self.expert_precision is None:
-            return
-        yield "products", self.products is None, "None with expert_precision"
-        yield "bias", not self.bias, "False with expert_precision"
-        yield "dtype", self.dtype != torch.float64, "narrower than float64 with expert_precision"
-        for name in ("hidden", "ffn_hidden"):
-            fits = getattr(self, name) % QUANTUM == 0
-            yield name, fits, f"a multiple of {QUANTUM} with expert_precision='fp8'"
 
     def _score_rules(self) -> Iterator[tuple[str, bool, str]]:
         softmax, one = self.score_function == "softmax", self.top_k == 1

@@ -62,7 +62,7 @@ class GroupedExperts(nn.Module):
     before it changes a weight, and warns if a state without that record may be of other experts.
 
     Args:
-        config: the layer's MoEConfig. Raises Unsupported for expert_precision="fp8" on a GPU without it.
+        config: the layer's MoEConfig.
         num_local_experts: L; None: all.
         first_expert: global id of the first local expert.
         part: the part of each expert that this rank holds (ExpertPart): F is then ffn_hidden / part.of.
@@ -85,9 +85,6 @@ class GroupedExperts(nn.Module):
     b_in: nn.Parameter | None
     b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
-    _is_sharded = False
-    """True once FSDP has set parameters here. No whole one is marked from then on: the fp8 copy of a marked
-    parameter is kept until torch counts a change of it, and torch counts no change by FSDP."""
 
     def __init__(
         self,
@@ -190,12 +187,6 @@ class GroupedExperts(nn.Module):
             )
             return y_PH if real_P1 is None else y_PH.where(real_P1, 0.0)
 
-    def forget_quantized(self) -> None:
-        """Drops the kept fp8 copies of the weights (expert_precision="fp8"). Call it after changes of weights
-        that torch does not count: through `.data`, by a collective of torch.distributed, or in a CUDA graph
-        that contains only an optimizer's step."""
-        self.products.forget()
-
     def mark_parameters(self) -> None:
         """Marks the parameters as those of experts, and makes the trained weights accumulate `main_grad` if
         the config says so. Parameters that a parametrization or a subclass has added still use `grad`."""
@@ -232,7 +223,7 @@ class GroupedExperts(nn.Module):
         if torch.compiler.is_compiling():
             return
         for name, parameter in module._parameters.items():
-            if not isinstance(parameter, DTensor if self._is_sharded else nn.Parameter):
+            if not isinstance(parameter, nn.Parameter):
                 continue
             if self.is_per_expert(f"{path}.{name}".lstrip("."), parameter):
                 mark_expert_parameter(parameter)
@@ -258,7 +249,6 @@ class GroupedExperts(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP sets its sharded parameters here: when it shards, and again after each forward or backward.
         if isinstance(value, DTensor):
-            self._is_sharded = True
             if self.config.main_grad:
                 raise InvalidArgument(
                     "main_grad is True, must be False under fully_shard, which averages and shards `grad` "
@@ -378,11 +368,6 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
     """Checks a user's module of experts, and marks its parameters as experts'. Raises InvalidArgument."""
     if not isinstance(experts, nn.Module):
         raise InvalidArgument(f"experts is {type(experts).__name__}, must be an nn.Module or None")
-    if config.expert_precision is not None:
-        raise InvalidArgument(
-            f"expert_precision is {config.expert_precision!r}, must be None with experts of one's own, whose "
-            "products it does not change"
-        )
     for name in ("bias", "main_grad"):
         if getattr(config, name):
             raise InvalidArgument(f"{name} is True, must be False with experts of one's own")

@@ -71,8 +71,8 @@ class MoELayer(nn.Module):
     `sharded_state` assumes that dimension 0 of its parameters counts experts; otherwise a checkpoint loads at
     the same number of ranks only. The state_dict's metadata record which experts it has, and load_state_dict
     raises InvalidArgument for a state of other experts. Autograd does the backward, so
-    config.expert_precision, bias and main_grad, and all of OverlapConfig but `overlap`, must have their
-    defaults. Only `fully_shard_experts` may shard the module.
+    config.bias and main_grad, and all of OverlapConfig but `overlap`, must have their defaults. Only
+    `fully_shard_experts` may shard the module.
 
     Attributes:
         config: the layer's MoEConfig, with its node limit turned into groups (`MoEConfig.for_nodes`).

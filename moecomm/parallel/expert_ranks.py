@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, announced_as
 from moecomm.kernels.parameters import ExpertPart
-from moecomm.kernels.quantize import QUANTUM
 from moecomm.parallel.folding import ParallelFolding
 from moecomm.types import AnyGroup
 
@@ -82,12 +81,10 @@ def require_fit(config: Any, folding: Any) -> None:
         raise InvalidArgument(
             f"num_experts is {config.num_experts}, must be a multiple of the folding's ep={folding.ep}"
         )
-    unit = QUANTUM if config.expert_precision == "fp8" else 1
-    if config.ffn_hidden % (unit * folding.etp):
+    if config.ffn_hidden % folding.etp:
         raise InvalidArgument(
-            f"ffn_hidden is {config.ffn_hidden}, must be a multiple of {unit * folding.etp}, for each of the "
-            f"folding's etp={folding.etp} parts of an expert to have whole columns"
-            + (f", {unit} at a time with expert_precision='fp8'" if unit > 1 else "")
+            f"ffn_hidden is {config.ffn_hidden}, must be a multiple of the folding's etp={folding.etp}, for "
+            "each of its parts of an expert to have whole columns"
         )
 
 

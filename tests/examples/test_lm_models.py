@@ -152,7 +152,6 @@ WRONG = {
     "odd position": ("deepseek-v3", "--rope-dim 63", "--rope-dim 63 must be even"),
     "dense layers alone": ("deepseek-v3", "--layers 3", "--dense-layers 3 must be less than --layers 3"),
     "dense layers without a width": ("small", "--dense-layers 1", "--dense-layers 1 needs --dense-ffn"),
-    "biases in fp8": ("gpt-oss-20b", "--expert-precision fp8", "not with --expert-precision fp8"),
     "negative window": ("small", "--window -1", "-1 is not a number of at least 0"),
     "base of zero": ("small", "--rope-base 0", "0 is not a number above 0"),
     "unknown preset": ("gpt-oss-120b", "", "invalid choice: 'gpt-oss-120b'"),

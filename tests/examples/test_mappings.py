@@ -334,7 +334,7 @@ WRONG = {
     "--cp 2 --seq 34": "--seq 34 must be a multiple of 4 with --cp 2",
     "--cp 3 --seq 36": "cp is 3, expected a divisor of",
     "--etp 3 --ffn 33": "etp is 3, expected a divisor of",
-    "--etp 4 --ffn 34": "--ffn 34 must be a multiple of 4 with --etp 4",
+    "--etp 4 --ffn 34": "--ffn 34 must be a multiple of --etp 4",
     "--ep 8 --etp 2": "ep is 8, expected a divisor of world_size / (pp * etp) = 4",
     "--ep 16": "--ep 16 does not divide the number of ranks, 8",
     "--tp 2 --batch 6": "--batch 6 is not divisible by the data-parallel size, 4",

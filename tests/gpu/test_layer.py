@@ -69,7 +69,6 @@ def check_waits(rank: int, world_size: int, case: LayerCase) -> None:
     for way in WAYS.values():
         run_layer(layer, x, grad, way)  # what is set up once may wait
     for way in WAYS.values():
-        layer.experts.forget_quantized()
         torch.cuda.set_sync_debug_mode("error")
         run_layer(layer, x, grad, way)
         torch.cuda.set_sync_debug_mode("default")

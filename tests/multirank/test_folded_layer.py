@@ -415,7 +415,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: int, world_size: int) -
             "num_experts is 13, must be a multiple of the folding's ep=2": lambda: made(
                 Case({"num_experts": 13}).config, max_tokens=8
             ),
-            "ffn_hidden is 9, must be a multiple of 2": lambda: made(
+            "ffn_hidden is 9, must be a multiple of the folding's etp=2": lambda: made(
                 Case({"ffn_hidden": 9}).config, max_tokens=8
             ),
         }

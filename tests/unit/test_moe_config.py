@@ -17,7 +17,7 @@ SIZES = {"hidden": 16, "ffn_hidden": 32, "num_experts": 8, "top_k": 2}
     [
         {"top_k": 1, "num_experts": 1},
         {"limit_nodes": 2},
-        {"activation": "swiglu_clamped", "expert_precision": "fp8", "main_grad": True},
+        {"activation": "swiglu_clamped", "main_grad": True},
     ],
 )
 def test_accepts(options: dict[str, Any]) -> None:
@@ -59,7 +59,6 @@ def test_accepts(options: dict[str, Any]) -> None:
         ({"capacity_factor": 1.0, "drop_policy": "random"}, "drop_policy"),
         ({"pad_to_capacity": True}, "pad_to_capacity"),
         ({"dtype": torch.int32}, "dtype"),
-        ({"expert_precision": "fp8", "bias": True}, "bias"),
         ({"dtype": torch.float64, "main_grad": True}, "main_grad"),
         ({"scores_per_group": 2}, "scores_per_group"),
         ({"scores_per_group": 4, "num_groups": 4, "topk_groups": 2}, "scores_per_group"),

@@ -4,7 +4,6 @@
 
 #include <cuda_fp8.h>
 
-#include "kernels/e4m3.cuh"
 #include "kernels/element.cuh"
 #include "layout/wire_format.hpp"
 
@@ -24,8 +23,16 @@ template <WireFormat wire>
 struct E4m3Wire {
   static constexpr int kScaleColumns = wire_entry(wire).scale_columns;
 
-  /// Converts four values times `inverse` to e4m3, to nearest even, saturating.
-  __device__ static uint32_t write(const float* in, float inverse) { return e4m3::write(in, inverse); }
+  /// Converts four values times `inverse` to e4m3, to nearest even, saturating. NaN stays NaN.
+  __device__ static uint32_t write(const float* in, float inverse) {
+    uint32_t out = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 pair = {__fmul_rn(in[2 * i], inverse), __fmul_rn(in[2 * i + 1], inverse)};
+      out |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
+    }
+    return out;
+  }
   /// Converts four e4m3 values to float32, times `scale`.
   __device__ static void read(uint32_t in, float scale, float* out) {
 #pragma unroll
@@ -44,10 +51,14 @@ struct Wire<WireFormat::fp8> : E4m3Wire<WireFormat::fp8> {
   using Scale = float;
   static_assert(sizeof(Scale) == wire_entry(WireFormat::fp8).scale_bytes);
 
-  /// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
-  __device__ static Scale scale(float amax) { return e4m3::scale(amax); }
+  /// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md); never zero.
+  __device__ static Scale scale(float amax) {
+    constexpr float kLargest = 448.0f;         // of e4m3
+    constexpr float kLeast = 1.17549435e-38f;  // the smallest normal float
+    return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
+  }
   /// The factor by which values are multiplied to quantise them.
-  __device__ static float inverse(Scale scale) { return e4m3::inverse(scale); }
+  __device__ static float inverse(Scale scale) { return __fdiv_rn(1.0f, scale); }
   /// The factor by which values are multiplied when they are read.
   __device__ static float factor(Scale scale) { return scale; }
 };
