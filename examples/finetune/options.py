@@ -43,7 +43,7 @@ class Options:
     ep: int | None
     implementation: str
     recompute: bool | None
-    graph: bool
+    graph: bool | None
     device: str
     eval_every: int
     save_every: int
@@ -156,7 +156,11 @@ def _parser() -> Parser:
         help="what brings the experts their tokens; all_to_all is transformers' own",
     )
     add("--recompute", action=switch, help="compute layers twice to save memory (default: if needed)")
-    add("--graph", action=switch, default=False, help="replay each pass as a CUDA graph, on GPUs")
+    add(
+        "--graph",
+        action=switch,
+        help="replay each pass as a CUDA graph (default: on one GPU, for models that are tested so)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     add("--eval-every", type=count, default=50, metavar="STEPS", help="from one held-out loss to the next")
     add("--save-every", type=count, default=50, metavar="STEPS", help="from one checkpoint to the next")

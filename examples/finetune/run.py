@@ -182,8 +182,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     model_size = sizes.Model.of(folder)
     ep = sizes.experts_ranks(model_size, world, options.ep)
     gpu = device.type == "cuda"
-    if options.graph:
-        _check_graph(options, world, gpu)
+    _check_graph(options, world, gpu)
     plan = sizes.Plan(
         ranks=world,
         tokens=options.batch * options.seq,
@@ -196,6 +195,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     if options.recompute is None and not plan.fits(model_size, room):
         plan = dataclasses.replace(plan, recompute=True)
     fits = sizes.check_fits(model_size, plan, room, held)
+    graph = _replays(options, model_size, plan)
     tokenizer = _tokenizer(folder)
     step_windows = options.batch * options.accumulate * world
     training, held_out = text.split(text.read_documents(places), tokenizer, options.seq, step_windows)
@@ -227,7 +227,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
             _set_aside(out)
         options.save()
     if plan.recompute:
-        how = {"preserve_rng_state": False} if options.graph else {"context_fn": keep_plans}
+        how = {"preserve_rng_state": False} if graph else {"context_fn": keep_plans}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **how})
     metrics = None
     if first:
@@ -238,11 +238,11 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         experts=model_size.experts,
         ep=ep,
         tokens_per_step=step_windows * options.seq,
-        graph=options.graph,
+        graph=graph,
         stop=stop,
         metrics=metrics,
     )
-    trainer = (GraphedTrainer if options.graph else BalancingTrainer)(
+    trainer = (GraphedTrainer if graph else BalancingTrainer)(
         model=model,
         args=_arguments(options, gpu),
         train_dataset=training,
@@ -318,8 +318,24 @@ def _finish(
         )
 
 
+CAPTURED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe"}
+CAPTURED |= {"ernie4_5_moe", "dots1", "granitemoe"}
+"""Model types whose passes tests/gpu/test_transformers.py replays."""
+
+
+def _replays(options: Options, model: sizes.Model, plan: sizes.Plan) -> bool:
+    """Returns whether passes are replayed from graphs: as --graph says; without it where that was measured to
+    be faster, on one GPU that need not compute layers twice."""
+    if options.graph is not None:
+        return options.graph
+    own = options.implementation == "moecomm" and model.kind in CAPTURED
+    return plan.gpu and plan.ranks == 1 and own and not plan.recompute
+
+
 def _check_graph(options: Options, world: int, gpu: bool) -> None:
-    """Raises UsageError for a run that cannot be replayed from graphs."""
+    """Raises UsageError for --graph where passes cannot be replayed from graphs."""
+    if not options.graph:
+        return
     if not gpu and GraphedTrainer.recorder is None:
         raise UsageError("--graph: a CPU has no CUDA graphs; leave it out")
     if options.implementation != "moecomm":

@@ -16,9 +16,11 @@ ROOM = 0.92  # usable part of a device's memory: the rest is for libraries, wind
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Numbers of parameters (in all, of the widest layer, of experts' adapters with one column), and sizes of
-    activations; expert_width: values that one expert computes for a token, between its rows."""
+    """kind: the model type of transformers. Numbers of parameters (in all, of the widest layer, of experts'
+    adapters with one column), and sizes of activations; expert_width: values that one expert computes for a
+    token, between its rows."""
 
+    kind: str
     parameters: int
     layer_parameters: int
     adapter_parameters: int
@@ -53,6 +55,7 @@ class Model:
         blocks = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
         widest = max(sum(each[0].numel() for each in _experts_of(block)) for block in blocks)
         return cls(
+            kind=text.model_type,
             parameters=sum(each.numel() for each in model.parameters()),
             layer_parameters=max(sum(each.numel() for each in block.parameters()) for block in blocks),
             adapter_parameters=sum(len(each) * sum(each.shape[1:]) for each in _experts_of(model)),

@@ -18,7 +18,7 @@ from tests.programs import run_program
 for package in ("transformers", "accelerate", "peft", "tensorboard"):
     pytest.importorskip(package)
 
-from finetune import demo, options, sizes, text  # noqa: E402  isort: skip
+from finetune import demo, options, run, sizes, text  # noqa: E402  isort: skip
 from lm.errors import RunError, UsageError  # noqa: E402  isort: skip
 from lm.files import only_run  # noqa: E402  isort: skip
 
@@ -187,6 +187,7 @@ def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -
 # ---- sizes ----
 
 BIG = sizes.Model(
+    kind="qwen3_moe",
     parameters=30_532_122_624,
     layer_parameters=620_000_000,
     adapter_parameters=39_300_000,
@@ -557,6 +558,26 @@ def test_replayed_passes_train_as_others_do(tmp_path: Path, model: Path) -> None
         assert replayed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
         assert replayed["load"] == plain["load"]
         assert replayed["stages"]["forward and backward"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "replays"),
+    [
+        ("", {}, True),
+        ("", {"gpu": False}, False),
+        ("", {"ranks": 2}, False),
+        ("", {"recompute": True}, False),
+        ("--implementation all_to_all", {}, False),
+        ("--graph", {"ranks": 2, "recompute": True}, True),
+        ("--no-graph", {}, False),
+    ],
+)
+def test_one_gpu_replays_by_default(flags: str, changes: dict[str, Any], replays: bool) -> None:
+    given = options.parse(["model", "text", *flags.split()])
+    plan = sizes.Plan(**{"ranks": 1, "tokens": 64, "lora": False, "recompute": False, "gpu": True, **changes})
+    assert run._replays(given, BIG, plan) == replays
+    if not flags:
+        assert not run._replays(given, dataclasses.replace(BIG, kind="another"), plan)
 
 
 def test_graphs_are_refused_before_a_run(tmp_path: Path, model: Path) -> None:
