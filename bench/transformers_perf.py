@@ -161,7 +161,7 @@ def measure(arguments: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
                 "min_s": min(samples),
                 "samples_s": samples,
                 "host_s": statistics.median(run.host[phase]),
-                "memory_bytes": run.memory[phase],
+                "memory_bytes": run.memory.get(phase),
                 "tokens_per_s": tokens / seconds,
                 "loss": loss,
                 "wrong": wrong,
@@ -276,7 +276,9 @@ class Run:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self.samples[phase].append(float(found[0]))
         self.host[phase].append(float(found[1]))
-        if gpu:
+        if gpu and not (
+            phase == "step" and self._forward_backward is not self._plain
+        ):  # a graph holds its own
             self.memory[phase] = max(self.memory[phase], torch.cuda.max_memory_allocated() - held)
 
 
@@ -286,9 +288,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines.append("|---|---|---:|---:|---:|---:|---:|")
     for row in sorted(rows, key=lambda row: str(row["phase"]), reverse=True):
         base = next(each for each in rows if each["phase"] == row["phase"])
+        memory = "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.2f}"
         lines.append(
             f"| {row['phase']} | {row['path']} | {1e3 * row['time_s']:.2f} | {1e3 * row['host_s']:.2f} | "
-            f"{row['tokens_per_s']:,.0f} | {row['memory_bytes'] / 2**30:.2f} | "
+            f"{row['tokens_per_s']:,.0f} | {memory} | "
             f"{base['time_s'] / row['time_s']:.2f} |{' WRONG' if row['wrong'] else ''}"
         )
     return "\n".join(lines)
