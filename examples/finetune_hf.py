@@ -7,15 +7,16 @@
     torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL_FOLDER TEXT...
 
 MODEL_FOLDER is a folder of save_pretrained or a download: config, safetensors, tokenizer. TEXT are files and
-folders; a line of a .jsonl file is {"text": ...} or {"messages": [...]}. Sizes are checked before the weights
-are read; a run that does not fit is refused, with options that would.
+folders. A line of a .jsonl file, or an element of a .json file's array, is a record: {"text": ...},
+{"messages": [...]}, {"prompt": ..., "completion": ...} and others (finetune/records.py). Sizes are checked
+before the weights are read; a run that does not fit is refused, with options that would.
 
 In --out: checkpoints, model/ (for from_pretrained; with --lora the adapters alone), metrics.jsonl,
 tensorboard/, report.html. The last line is the result. Ctrl-C ends the run after a step, with a checkpoint.
 Steps whose gradient has no finite norm are left out; after --max-skipped of them in a row the run ends.
 
-The parts are in `finetune/`: options, text (windows), sizes (what fits), run (model and Trainer), watch
-(load, stages), report, demo.
+The parts are in `finetune/`: options, records and text (windows), sizes (what fits), run (model and Trainer),
+watch (load, stages), report, demo.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _parser() -> Parser:
         metavar="MODEL_FOLDER",
         help="a model as save_pretrained writes it, with its tokenizer",
     )
-    add("text", nargs="*", metavar="TEXT", help="text files, .jsonl files, folders of them")
+    add("text", nargs="*", metavar="TEXT", help="text files, .json and .jsonl files, folders of them")
     add("--out", default="runs/finetune", help="where checkpoints, metrics, report and model go")
     add("--lora", action="store_true", help="train adapters beside the attention, and no other weight")
     add("--lora-experts", action="store_true", help="--lora, with adapters on the experts' weights, too")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import logging
 import math
 import os
@@ -183,6 +182,8 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     ep = sizes.experts_ranks(model_size, world, options.ep)
     gpu = device.type == "cuda"
     _check_graph(options, world, gpu)
+    if options.balance and not model_size.tells_logits:
+        raise UsageError(f"--balance: models of type {model_size.kind} do not tell their routers' logits")
     plan = sizes.Plan(
         ranks=world,
         tokens=options.batch * options.seq,
@@ -465,8 +466,6 @@ def _load(source: str, options: Options, world: int, ep: int, device: torch.devi
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"transformers cannot load {source} on {world} ranks: {error}") from error
-    if options.balance and "output_router_logits" not in inspect.signature(model.forward).parameters:
-        raise UsageError(f"--balance: {type(model).__name__} does not tell its routers' logits")
     if world == 1:
         model.to(device)
         model.config.distributed_config = parallel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ class Model:
     token, between its rows."""
 
     kind: str
+    tells_logits: bool  # of its routers
     parameters: int
     layer_parameters: int
     adapter_parameters: int
@@ -56,6 +58,7 @@ class Model:
         widest = max(sum(each[0].numel() for each in _experts_of(block)) for block in blocks)
         return cls(
             kind=text.model_type,
+            tells_logits="output_router_logits" in inspect.signature(model.forward).parameters,
             parameters=sum(each.numel() for each in model.parameters()),
             layer_parameters=max(sum(each.numel() for each in block.parameters()) for block in blocks),
             adapter_parameters=sum(len(each) * sum(each.shape[1:]) for each in _experts_of(model)),

@@ -1,7 +1,7 @@
 """Text as windows of tokens: files in, packed windows out.
 
-1. Each file is a document; each line of a .jsonl file is one: {"text": ...}, or {"messages": [...]} of a
-   chat, where only the assistant's words are learned. "tools" beside them are what it may call.
+1. Each file is a document; so is each line of a .jsonl file, and each element of an array of objects in a
+   .json file (records.py has their forms). Of chats only the assistant's words are learned.
 2. A hash of its text puts each document into the training set or the held-out set.
 3. `Windows` concatenates them and cuts windows of `seq` tokens. A document, or the rest of it in a further
    window, begins at position 0, by which run.py separates the attention of documents. The first token of a
@@ -11,9 +11,7 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +21,17 @@ from lm.errors import UsageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from finetune.records import FORMS, HELD_OUT_ONE_IN, Document, document_of, has_form
+
 NO_TARGET = -100
-HELD_OUT_ONE_IN = 16
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl")
-
-
-@dataclass(frozen=True)
-class Document:
-    text: str = ""
-    messages: Sequence[dict[str, Any]] = ()
-    tools: Sequence[dict[str, Any]] = ()
-
-    @property
-    def held_out(self) -> bool:
-        whole = self.text or json.dumps(self.messages)
-        return zlib.crc32(whole.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def read_documents(places: Sequence[str]) -> list[Document]:
     """Returns the documents of files and folders, in the order of their names. Raises UsageError for a
     missing path, for a malformed line, and if there are no documents."""
     found: list[Document] = []
+    named = {Path(place).expanduser() for place in places}
     for file in find_files(places):
         try:
             text = file.read_text(encoding="utf-8-sig")  # some editors begin files by a mark
@@ -51,6 +39,8 @@ def read_documents(places: Sequence[str]) -> list[Document]:
             raise UsageError(f"TEXT: {file}: {error}") from None
         if file.suffix == ".jsonl":
             found += _lines(file, text)
+        elif (records := _array(file, text, named)) is not None:
+            found += records
         elif text.strip():
             found.append(Document(text))
     if not found:
@@ -76,28 +66,32 @@ def _lines(file: Path, text: str) -> Iterator[Document]:
     for number, line in enumerate(text.split("\n"), 1):  # other line separators may stand within a string
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-            if "messages" in value:
-                found = Document(messages=list(value["messages"]), tools=list(value.get("tools") or ()))
-            else:
-                found = Document(value["text"])
-            texts = [found.text, *(each["role"] for each in found.messages)]
-            for each in found.messages:
-                if each.get("content") is not None or not each.get("tool_calls"):
-                    texts.append(each["content"])
-            for each in texts:
-                if not isinstance(each, str):
-                    raise TypeError(f"{json.dumps(each)[:60]} is no text")
-                each.encode()  # refuses halves of surrogate pairs
-            for each in found.tools:
-                dict.keys(each)  # refuses what is no description
-            yield found
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f'TEXT: {file}, line {number} must be {{"text": ...}} or {{"messages": [{{"role": ..., '
-                f'"content": ...}}, ...]}}: {type(error).__name__} {error}'
-            ) from None
+        yield _document(f"{file}, line {number}", line)
+
+
+def _array(file: Path, text: str, named: set[Path]) -> list[Document] | None:
+    """Returns the documents of a .json file's array of objects; None for another file. Raises UsageError for
+    objects without a known form, if the file was named and not found in a folder."""
+    if file.suffix != ".json":
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(values, list) or not values or not all(isinstance(each, dict) for each in values):
+        return None
+    if file not in named and not any(map(has_form, values)):
+        return None
+    return [_document(f"{file}, element {number}", value) for number, value in enumerate(values, 1)]
+
+
+def _document(where: str, record: str | dict[str, Any]) -> Document:
+    """Returns the document of a record, or of its JSON. Raises UsageError."""
+    try:
+        return document_of(json.loads(record) if isinstance(record, str) else record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__} {error}"
+        raise UsageError(f"TEXT: {where} must be {FORMS}: {why}") from None
 
 
 def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int]]]:

@@ -142,10 +142,54 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
     assert found[2].messages == [{"role": "user", "content": "hi", "name": "Eve"}]
 
 
+def test_records_of_datasets_are_chats(tmp_path: Path) -> None:
+    """The forms of TRL, Alpaca and ShareGPT, in an array or line by line."""
+    asked, said = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+    briefly = {"role": "system", "content": "Be brief."}
+    records: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
+        "prompt": ({"prompt": "2 + 2?", "completion": "4"}, [asked, said]),
+        "messages": ({"prompt": [briefly, asked], "completion": [said]}, [briefly, asked, said]),
+        "alpaca": ({"instruction": "2 + 2?", "input": "", "output": "4"}, [asked, said]),
+        "input": (
+            {"instruction": "Add", "input": "2, 2", "output": "4", "system": "Be brief."},
+            [briefly, {"role": "user", "content": "Add\n\n2, 2"}, said],
+        ),
+        "sharegpt": (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "2 + 2?"},
+                    {"from": "gpt", "value": "4"},
+                ]
+            },
+            [briefly, asked, said],
+        ),
+        "roles": ({"conversations": [asked, said]}, [asked, said]),
+    }
+    for name, (record, messages) in records.items():
+        (tmp_path / "a.json").write_text(json.dumps([record, {"text": "more"}]))
+        (tmp_path / "b.jsonl").write_text(json.dumps(record) + "\n")
+        first, more, last = text.read_documents([str(tmp_path)])
+        assert first.messages == last.messages == messages, name
+        assert more.text == "more"
+
+
+def test_other_json_is_text(tmp_path: Path) -> None:
+    for number, content in enumerate(('{"text": "x"}', '["text"]', "[]", "[{]", '[{"name": "x"}]')):
+        (tmp_path / f"{number}.json").write_text(content)
+    found = text.read_documents([str(tmp_path)])
+    assert [each.text for each in found] == ['{"text": "x"}', '["text"]', "[]", "[{]", '[{"name": "x"}]']
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"prompt": "y"}\n', r"a.jsonl, line 2 must be .*KeyError 'text'"),
+        ("a.jsonl", '{"text": "x"}\n{"prompt": "y"}\n', r"a.jsonl, line 2 must be .*none of these.* prompt"),
+        ("a.json", '[{"text": "x"}, {"prompt": "y"}]', r"a.json, element 2 must be .*none of these.* prompt"),
+        ("a.json", '[{"question": "y"}]', r"a.json, element 1 must be .*none of these.* question"),
+        ("a.jsonl", '{"prompt": "y", "completion": 7}', "line 1 must be .*7 is no text"),
+        ("a.jsonl", '{"instruction": 7, "output": "y"}', "line 1 must be .*TypeError"),
+        ("a.jsonl", '{"conversations": [{"from": "gpt"}]}', "line 1 must be .*KeyError 'value'"),
         ("a.jsonl", "no json\n", "line 1 must be"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1 must be .*content"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": null}]}\n', "line 1 must be .*TypeError"),
@@ -188,6 +232,7 @@ def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -
 
 BIG = sizes.Model(
     kind="qwen3_moe",
+    tells_logits=True,
     parameters=30_532_122_624,
     layer_parameters=620_000_000,
     adapter_parameters=39_300_000,
@@ -506,7 +551,7 @@ def test_errors_are_one_line_before_anything_is_trained(tmp_path: Path, model: P
         ),
         (1, [model, place, "--implementation", "nccl"], "--implementation nccl is none of "),
         (2, [model, place, "--ep", 3], "--ep 3 must divide 2 ranks and 8 experts"),
-        (2, [silent, place, "--balance", 1], "does not tell its routers' logits"),
+        (2, [silent, place, "--balance", 1], "do not tell their routers' logits"),
         (2, [silent, place], ", the model 96 of them"),
         (2, [cut.parent, place], f"cannot load {cut.parent} on 2 ranks"),
         (2, [wordless / "empty", place], "has no tokenizer that transformers can load"),

@@ -1,0 +1,97 @@
+"""Records of datasets as documents: a line of a .jsonl file, or an element of the array in a .json file."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+HELD_OUT_ONE_IN = 16
+FORMS = (
+    '{"text": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...}, '
+    '{"instruction": ..., "output": ...} or {"conversations": [{"from": ..., "value": ...}, ...]}'
+)
+_ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
+"""The speakers of "conversations" (as in ShareGPT) that chat templates call otherwise."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, or a chat of which the assistant's words are learned. tools: what the assistant may call."""
+
+    text: str = ""
+    messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[dict[str, Any]] = ()
+
+    @property
+    def held_out(self) -> bool:
+        whole = self.text or json.dumps(self.messages)
+        return zlib.crc32(whole.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def has_form(value: Any) -> bool:
+    """Returns whether a record has the fields of one of FORMS."""
+    return isinstance(value, dict) and any(fields <= value.keys() for fields in _MAKERS)
+
+
+def document_of(value: Any) -> Document:
+    """Makes the document of a record. Raises ValueError, KeyError, TypeError or AttributeError for what has
+    none of FORMS."""
+    make = next((make for fields, make in _MAKERS.items() if fields <= value.keys()), None)
+    if make is None:
+        raise KeyError(f"none of these fields: {', '.join(value)}"[:100])
+    found = make(value)
+    texts = [found.text, *(each["role"] for each in found.messages)]
+    for each in found.messages:
+        if each.get("content") is not None or not each.get("tool_calls"):
+            texts.append(each["content"])
+    for each in texts:
+        if not isinstance(each, str):
+            raise TypeError(f"{json.dumps(each)[:60]} is no text")
+        each.encode()  # refuses halves of surrogate pairs
+    for each in found.tools:
+        dict.keys(each)  # refuses what is no description
+    return found
+
+
+def _chat(value: Mapping[str, Any]) -> Document:
+    return Document(messages=list(value["messages"]), tools=list(value.get("tools") or ()))
+
+
+def _completion(value: Mapping[str, Any]) -> Document:
+    sides = (("user", value["prompt"]), ("assistant", value["completion"]))
+    # A side is a text, or messages.
+    return Document(
+        messages=[
+            each
+            for role, said in sides
+            for each in (said if isinstance(said, list) else [{"role": role, "content": said}])
+        ],
+        tools=list(value.get("tools") or ()),
+    )
+
+
+def _instruction(value: Mapping[str, Any]) -> Document:
+    asked = "\n\n".join(each for each in (value["instruction"], value.get("input")) if each)
+    said = [("system", value.get("system")), ("user", asked), ("assistant", value["output"])]
+    kept = [(role, content) for role, content in said if role != "system" or content]
+    return Document(messages=[{"role": role, "content": content} for role, content in kept])
+
+
+def _conversation(value: Mapping[str, Any]) -> Document:
+    said = [
+        {"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]} if "from" in each else each
+        for each in value["conversations"]
+    ]
+    return Document(messages=said)
+
+
+_MAKERS: dict[frozenset[str], Callable[[Mapping[str, Any]], Document]] = {
+    frozenset({"messages"}): _chat,
+    frozenset({"text"}): lambda value: Document(value["text"]),
+    frozenset({"prompt", "completion"}): _completion,
+    frozenset({"instruction", "output"}): _instruction,
+    frozenset({"conversations"}): _conversation,
+}
