@@ -19,15 +19,17 @@ _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or a chat of which the assistant's words are learned. tools: what the assistant may call."""
+    """A text, of which what comes behind `prompt` is learned, or a chat, of which the assistant's words are.
+    tools: what the assistant may call."""
 
     text: str = ""
+    prompt: str = ""
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[dict[str, Any]] = ()
 
     @property
     def held_out(self) -> bool:
-        whole = self.text or json.dumps(self.messages)
+        whole = self.prompt + self.text or json.dumps(self.messages)
         return zlib.crc32(whole.encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -43,7 +45,7 @@ def document_of(value: Any) -> Document:
     if make is None:
         raise KeyError(f"none of these fields: {', '.join(value)}"[:100])
     found = make(value)
-    texts = [found.text, *(each["role"] for each in found.messages)]
+    texts = [found.text, found.prompt, *(each["role"] for each in found.messages)]
     for each in found.messages:
         if each.get("content") is not None or not each.get("tool_calls"):
             texts.append(each["content"])
@@ -61,16 +63,10 @@ def _chat(value: Mapping[str, Any]) -> Document:
 
 
 def _completion(value: Mapping[str, Any]) -> Document:
-    sides = (("user", value["prompt"]), ("assistant", value["completion"]))
-    # A side is a text, or messages.
-    return Document(
-        messages=[
-            each
-            for role, said in sides
-            for each in (said if isinstance(said, list) else [{"role": role, "content": said}])
-        ],
-        tools=list(value.get("tools") or ()),
-    )
+    prompt, completion = value["prompt"], value["completion"]
+    if isinstance(prompt, list):  # of messages
+        return _chat({**value, "messages": prompt + completion})
+    return Document(completion, prompt)
 
 
 def _instruction(value: Mapping[str, Any]) -> Document:

@@ -4,8 +4,8 @@
    .json file (records.py has their forms). Of chats only the assistant's words are learned.
 2. A hash of its text puts each document into the training set or the held-out set.
 3. `Windows` concatenates them and cuts windows of `seq` tokens. A document, or the rest of it in a further
-   window, begins at position 0, by which run.py separates the attention of documents. The first token of a
-   document is not a target.
+   window, begins at position 0, by which run.py separates the attention of documents. Neither a prompt is a
+   target nor the first token of a document.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int
     each answer is one, with all that came before it. Raises UsageError for messages where the tokenizer has
     no chat template."""
     if not document.messages:
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        tokens = [*tokenizer(document.text, add_special_tokens=False)["input_ids"], *end]
-        return [(tokens, [NO_TARGET, *tokens[1:]])] if tokens else []
+        return _encode_text(document, tokenizer)
     if tokenizer.chat_template is None:
         raise UsageError("TEXT has messages, and the model's tokenizer no chat template: bring plain text")
     found: list[tuple[list[int], list[int]]] = []
@@ -122,6 +120,19 @@ def encode(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int
         unlearned = [NO_TARGET] * (len(given) - len(before))
         found[-1] = whole, [*targets, *unlearned, *whole[len(given) :]]
     return found
+
+
+def _encode_text(document: Document, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Returns what `encode` does, for a text and the prompt before it. Each has the tokens that it has alone,
+    as when the model goes on from a prompt."""
+    prompt, learned = (
+        list(tokenizer(each, add_special_tokens=False)["input_ids"])
+        for each in (document.prompt, document.text)
+    )
+    if tokenizer.eos_token_id is not None:
+        learned.append(tokenizer.eos_token_id)
+    tokens, unlearned = prompt + learned, max(1, len(prompt))
+    return [(tokens, [NO_TARGET] * unlearned + tokens[unlearned:])] if tokens else []
 
 
 def _render(document: Document, count: int, tokenizer: Any, **options: Any) -> list[int]:

@@ -147,7 +147,6 @@ def test_records_of_datasets_are_chats(tmp_path: Path) -> None:
     asked, said = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
     briefly = {"role": "system", "content": "Be brief."}
     records: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
-        "prompt": ({"prompt": "2 + 2?", "completion": "4"}, [asked, said]),
         "messages": ({"prompt": [briefly, asked], "completion": [said]}, [briefly, asked, said]),
         "alpaca": ({"instruction": "2 + 2?", "input": "", "output": "4"}, [asked, said]),
         "input": (
@@ -172,6 +171,15 @@ def test_records_of_datasets_are_chats(tmp_path: Path) -> None:
         first, more, last = text.read_documents([str(tmp_path)])
         assert first.messages == last.messages == messages, name
         assert more.text == "more"
+
+
+def test_a_completion_is_learned_behind_its_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    """Without a chat template, as TRL takes prompts that are texts."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "2 + 2? ", "completion": "It is 4."}\n')
+    [(tokens, targets)] = text.encode(*text.read_documents([str(tmp_path)]), tokenizer)
+    assert tokenizer.decode(tokens) == "2 + 2? It is 4.<|end|>"
+    learned = [target for target in targets if target != text.NO_TARGET]
+    assert tokenizer.decode(learned) == "It is 4.<|end|>" and tokens[-len(learned) :] == learned
 
 
 def test_other_json_is_text(tmp_path: Path) -> None:
