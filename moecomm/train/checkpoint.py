@@ -46,7 +46,8 @@ def sharded_state(
     Names are those of model.state_dict(), except w_in.interleaved for a w_in whose gates and up values are
     interleaved. "layers", "param_groups" and "optimizer_numbers" (if any) are Statefuls: keep all keys at the
     top level of what you pass to `load`; you may add keys. Trained parameters without a step first get their
-    initial optimizer state; with SGD's dampening, their first step is then also dampened.
+    initial optimizer state, if it is all zeros (Adam, AdamW, SGD, RMSprop, Muon and others, not NAdam or
+    Rprop); with SGD's dampening, their first step is then also dampened.
 
     Args:
         model: the model itself; for a wrapper `ddp`, `ddp.module`.
@@ -56,9 +57,10 @@ def sharded_state(
 
     Raises InvalidArgument for another ep_group than the layers'. For experts spread over ranks: if hooks omit
     or copy a parameter, or the state has a buffer. For the optimizer's state: if it has anything but tensors
-    and numbers, a tensor of another shape than its expert parameter (Adafactor), or numbers that neither stay
-    nor count up in steps with zero gradients. A load raises InvalidArgument, on all ranks, for tensors of a
-    layer that only the checkpoint has, and for a parameter group saved with different settings.
+    and numbers, a tensor of another shape than its expert parameter (Adafactor), or if trained parameters
+    lack state whose initial values are unknown: call it, to load as well, after a step in which all have
+    gradients. A load raises InvalidArgument, on all ranks, for tensors of a layer that only the checkpoint
+    has, and for a parameter group saved with different settings.
     """
     layers = layers_of(model)
     live, foreign = _live_state(model)  # before the rest, as it makes FSDP restore its shards

@@ -3,9 +3,7 @@ their first step."""
 
 from __future__ import annotations
 
-import inspect
 import numbers
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +14,6 @@ from moecomm.train.model_parts import local, zero_gradient
 
 _NUMBERS = (numbers.Number, str, type(None))
 """The types, besides tensors, that an optimizer's state may have."""
-_KNOWN: dict[str, float | None] = {"eta": None, "mu": 1.0, "step_size": None, "mu_product": 1.0}
-"""Keys of torch's ASGD, Rprop and NAdam whose initial values are not zero, with these values. None stands for
-the learning rate."""
 
 
 def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
@@ -48,132 +43,77 @@ def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> 
                 )
 
 
-def _numbers_of(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in values.items() if isinstance(value, _NUMBERS)}
-
-
-def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
-    """Returns the value of the state `name` of an optimizer before its first step. rate: learning rate."""
-    value = _KNOWN.get(name, 0.0)
-    return rate if value is None else value
-
-
-def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
-    """Returns the initial value of a number that had the values `seen` after three trial steps: seen[0] if
-    the number stayed, seen[0] minus one increment if it counts up. Raises InvalidArgument otherwise."""
-    if key in _KNOWN:
-        return float(_before_steps(key, rate))
-    first, second, third = seen
-    if first == second == third:
-        return first
-    if all(isinstance(each, numbers.Number) for each in seen) and third - second == second - first:
-        return first - (second - first)
-    raise InvalidArgument(
-        f"the optimizer's {key} of {of} is {first!r}, {second!r}, {third!r} after steps of zero gradients: "
-        "what it is before the first step cannot be told. Call sharded_state, to load as well, after a step "
-        "in which all trained parameters have gradients, or requires_grad_(False) for those without"
-    )
-
-
-def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
-    """Returns True for a state tensor with the parameter's own values, the initial state of optimizers that
-    average weights; False for a single number, which may be a count."""
-    if parameter is None or not value.dim() or value.shape != parameter.shape:
-        return False
-    value, parameter = map(local, (value, parameter))
-    return value.shape == parameter.shape and torch.equal(value.to(parameter), parameter)
-
-
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
-    """Creates the initial state of trained parameters that have none: runs trial steps on them, with zero
-    gradients and learning rate zero. After an error the optimizer is unchanged."""
+    """Creates the initial state of trained parameters that have none, by a trial step with zero gradients, a
+    rate of zero and no weight decay. All that this step may leave is zeros and a count of 1 in "step", which
+    becomes 0. Raises InvalidArgument for other state. After an error the optimizer is unchanged."""
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [parameter for group in groups for parameter in group["params"]]
-    missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
+    missing = [each for each in parameters if each.requires_grad and not state.get(each)]
     if not missing:
         return
-    step = _plain_step(optimizer)
     known, gradients, settings = set(state), [p.grad for p in parameters], [dict(each) for each in groups]
-    kept = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, Tensor)]
-    added: list[dict[str, Any]] = []
     try:
-        trials = [_try_step(optimizer, step, missing, parameters, settings)]
-        while any(trials[0]) and len(trials) < 3:  # as many tell whether a number counts up, or stays
-            trials.append(_try_step(optimizer, step, missing, parameters, settings))
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter in missing:
+            parameter.grad = zero_gradient(parameter)
+        for group in groups:  # a step may count in place in a tensor of its group
+            group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
+            group.update({key: group[key] * 0 for key in ("lr", "weight_decay") if key in group})
+        _plain_step(optimizer)
         require_savable(optimizer, named)
-        seen = list(zip(*trials, strict=True))  # first those of the groups, then those of the parameters
-        for index, (group, setting) in enumerate(zip(groups, settings, strict=True)):
-            new = {key: value for key, value in group.items() if key not in setting}
-            added.append(_before(new, f"param_groups[{index}]", seen[index], setting["lr"]))
-        for (parameter, rate), counts in zip(missing.items(), seen[len(groups) :], strict=True):
-            values = state.get(parameter, {})
-            values.update(_before(values, named[parameter], counts, rate, parameter))
+        for parameter in missing:
+            _reset(state.get(parameter, {}), named[parameter])
     except BaseException:
         for owner in [each for each in state if each not in known or each in missing]:
             del state[owner]
-        added = [{} for _ in groups]
         raise
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for value, before in kept:
-            value.copy_(before)
-        for group, setting, new in zip(groups, settings, added, strict=True):
+        for group, setting in zip(groups, settings, strict=True):
             group.clear()
-            group.update(setting | new)
+            group.update(setting)
 
 
-def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Returns the class's own `step`, without the wrappers of schedulers and hooks. Raises InvalidArgument if
-    `step` needs arguments."""
+def _plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Runs the class's own `step`, without the wrappers of schedulers and hooks."""
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    _, *others = inspect.signature(step).parameters.values()
-    required = [each for each in others if each.default is each.empty]
-    if any(each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in required):
+    try:
+        step(optimizer)
+    except Exception as error:
         raise InvalidArgument(
-            f"the optimizer is a {type(optimizer).__name__}, whose step needs a closure: what its state is "
-            "before the first step cannot be told. Use another optimizer, AdamW for example"
-        )
-    return step
+            f"the optimizer is a {type(optimizer).__name__}, whose step with zero gradients raises "
+            f"{type(error).__name__} ({error}): its state before the first step is unknown. {_LATER}"
+        ) from error
 
 
-def _try_step(
-    optimizer: torch.optim.Optimizer,
-    step: Callable[..., Any],
-    trained: dict[Any, Any],
-    parameters: list[Tensor],
-    settings: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Runs `step` with zero gradients at rate zero for `trained` alone. Returns the numbers that are now in
-    each of the param_groups, without those in `settings`, and in the state of each of `trained`."""
-    for parameter in parameters:
-        parameter.grad = zero_gradient(parameter) if parameter in trained else None
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    step(optimizer)
-    of_groups = [
-        {key: value for key, value in _numbers_of(group).items() if key not in setting}
-        for group, setting in zip(optimizer.param_groups, settings, strict=True)
-    ]
-    return of_groups + [_numbers_of(optimizer.state.get(parameter, {})) for parameter in trained]
-
-
-def _before(
-    values: dict[str, Any],
-    of: str,
-    seen: Sequence[dict[str, Any]],
-    rate: float | Tensor,
-    parameter: Tensor | None = None,
-) -> dict[str, Any]:
-    """Turns the state after steps with zero gradients into the initial state, and returns it. `seen`: the
-    numbers in it after each of these steps. Tensors are changed in place."""
+def _reset(values: dict[str, Any], of: str) -> None:
+    """Turns the state of a parameter after a trial step into that before it."""
+    step = values.get("step")
+    if isinstance(step, Tensor) and step.numel() == 1:
+        step.zero_()
+    elif isinstance(step, numbers.Number):
+        values["step"] = 0
     for key, value in values.items():
-        if isinstance(value, Tensor) and (key in _KNOWN or not _is_copy(value, parameter)):
-            value.fill_(_before_steps(key, rate))
-    counts = {key: [each.get(key) for each in seen] for key in _numbers_of(values)}
-    return values | {key: _before_counting(key, of, each, rate) for key, each in counts.items()}
+        if bool(local(value).any() if isinstance(value, Tensor) else value):
+            raise InvalidArgument(
+                f"the optimizer's {key} of {of} is not zero after a step of zero gradients: what it is "
+                f"before the first step is unknown. {_LATER}"
+            )
+
+
+_LATER = (
+    "Call sharded_state, to load as well, after a step in which all trained parameters have gradients, or "
+    "requires_grad_(False) for those without"
+)
+
+
+def _numbers_of(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in values.items() if isinstance(value, _NUMBERS)}
 
 
 class Numbers:

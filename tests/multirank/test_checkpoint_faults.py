@@ -196,18 +196,11 @@ def test_hooks_that_hide_a_weight_of_experts_are_refused(rank: int, world: int, 
                 refused(functools.partial(sharded_state, model), begins=begins)
 
 
-class TakesAny(torch.optim.AdamW):
-    """Hands its step's arguments on."""
-
-    def step(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
-        return super().step(*arguments, **options)
-
-
 class Counting(torch.optim.Optimizer):
-    """Momentum with numbers in its state, a count in its param_groups, and an average of the weights."""
+    """Momentum with numbers in its state, and a count in its param_groups."""
 
     def __init__(self, parameters: Any, extra: Any = None) -> None:
-        super().__init__(parameters, {"lr": 0.001})
+        super().__init__(parameters, {"lr": 0.001, "weight_decay": 0.1})
         self.extra = extra
 
     @torch.no_grad()
@@ -219,15 +212,14 @@ class Counting(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state |= {"step": 0, "scale": 1.5, "warm": True, "kind": "adam", "none": None}
-                    state |= {"m": torch.zeros_like(parameter), "slow": parameter.clone()}
+                    state |= {"step": 0, "none": None, "m": torch.zeros_like(parameter)}
                 state["step"] += 1
+                state["warm"] = state["step"] > 1
                 if self.extra is not None:
                     state["extra"] = self.extra(state)
-                state["m"].lerp_(parameter.grad + 0.1 * parameter, 0.1)
-                counted = state["scale"] / (1 - 0.9 ** (state["step"] + group["calls"]))
+                state["m"].lerp_(parameter.grad + group["weight_decay"] * parameter, 0.1)
+                counted = 1.5 / (1 - 0.9 ** (state["step"] + group["calls"]))
                 parameter.sub_(group["lr"] * counted * state["m"] / (state["m"].abs() + 0.1))
-                state["slow"].lerp_(parameter, 0.5)
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -254,7 +246,7 @@ def test_numbers_of_an_optimizer_come_back(rank: int, world: int, tmp_path: Path
         with fresh.comm:
             dcp.load(sharded_state(fresh, fresh_optimizer), checkpoint_id=tmp_path)
             trained = [p for n, p in fresh.named_parameters() if "spare" not in n]
-            held = {"step": 3, "scale": 1.5, "warm": True, "kind": "adam", "none": None}
+            held = {"step": 3, "warm": True, "none": None}
             assert [fresh_optimizer.state[p]["step"] for p in trained] == [3] * len(trained)
             assert held in numbers(fresh_optimizer) and fresh_optimizer.param_groups[0]["calls"] == 3
             train(fresh, fresh_optimizer, rank, range(3, 5))
@@ -263,29 +255,37 @@ def test_numbers_of_an_optimizer_come_back(rank: int, world: int, tmp_path: Path
 
 
 @on_ranks(2)
-def test_numbers_before_the_first_step(rank: int, world: int, seed: int) -> None:
-    """Asked before the first step, the optimizer steps as one that was not asked."""
-    model = build(rank, world, 2, seed)
-    twin = copy.deepcopy(model)
-    optimizer, plain = Counting(model.parameters()), Counting(twin.parameters())
-    before = optimizer.param_groups[0].keys()
-    with model.comm:
-        sharded_state(model, optimizer)
-        assert optimizer.param_groups[0]["lr"] == 0.001
-        assert optimizer.param_groups[0].keys() - before <= {"calls"}
-        assert all(each["step"] == 0 and each["scale"] == 1.5 for each in numbers(optimizer))
-        train(model, optimizer, rank, range(2))
-        sharded_state(model, optimizer)
-        train(model, optimizer, rank, range(2, 4))
-        train(twin, plain, rank, range(4))
-        assert_same(model.state_dict(), twin.state_dict())
+def test_state_before_the_first_step(rank: int, world: int, seed: int) -> None:
+    """Asked before the first step, optimizers step as those that were not asked."""
+    kinds: tuple[Any, ...] = (
+        Counting,
+        functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
+        functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True, lr=torch.tensor(0.01)),
+        functools.partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    )
+    for kind in kinds:
+        model = build(rank, world, 2, seed)
+        twin = copy.deepcopy(model)
+        optimizer, plain = kind(model.parameters()), kind(twin.parameters())
+        with model.comm:
+            sharded_state(model, optimizer)
+            plain_group = {key: value for key, value in plain.param_groups[0].items() if key != "params"}
+            assert plain_group.items() <= optimizer.param_groups[0].items()
+            assert optimizer.param_groups[0].keys() == plain.param_groups[0].keys()
+            values = [value for each in optimizer.state.values() for value in each.values()]
+            assert not any(bool(value.any() if isinstance(value, Tensor) else value) for value in values)
+            train(model, optimizer, rank, range(2))
+            sharded_state(model, optimizer)
+            train(model, optimizer, rank, range(2, 4))
+            train(twin, plain, rank, range(4))
+            assert_same(model.state_dict(), twin.state_dict())
 
 
 @on_ranks(2)
 def test_hooks_before_the_first_step(rank: int, world: int, seed: int) -> None:
     """Hooks of an optimizer's steps run with the steps that the caller makes, and no others."""
     model, calls = build(rank, world, 2, seed), []
-    kinds = (torch.optim.AdamW(model.parameters()), Counting(model.parameters(), lambda state: state["step"]))
+    kinds = (torch.optim.AdamW(model.parameters()), Counting(model.parameters()))
     with model.comm:
         for optimizer in kinds:
             optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -299,13 +299,13 @@ def test_hooks_before_the_first_step(rank: int, world: int, seed: int) -> None:
 
 @on_ranks(2)
 def test_state_that_cannot_be_saved_is_refused(rank: int, world: int, seed: int) -> None:
-    """A list, a number of no known start, state of no parameter, a step that needs a closure, and parameters
+    """A list, state of an unknown start, state of no parameter, a step that needs a closure, and parameters
     outside of the model; an optimizer that was refused is as it was."""
     model = build(rank, world, 2, seed)
     with model.comm:
         for extra, says in (
             (lambda state: [state["m"]], "is a list"),
-            (lambda state: 0.9 ** state["step"], "cannot be told"),
+            (lambda state: 0.9 ** state["step"], "is not zero after a step of zero gradients"),
         ):
             optimizer = Counting(model.parameters(), extra)
             group = dict(optimizer.param_groups[0])
@@ -313,16 +313,23 @@ def test_state_that_cannot_be_saved_is_refused(rank: int, world: int, seed: int)
             refused(state_of, says, begins="the optimizer's extra of ")
             assert not optimizer.state and optimizer.param_groups[0] == group
             assert all(parameter.grad is None for parameter in model.parameters())
+        for kind, key in ((torch.optim.NAdam, "mu_product"), (torch.optim.Rprop, "step_size")):
+            optimizer = kind(model.parameters(), lr=0.001)  # type: ignore[assignment]
+            begins = f"the optimizer's {key} of blocks.0.first.weight is not zero"
+            refused(functools.partial(sharded_state, model, optimizer), begins=begins)
+            assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.001
         optimizer = Counting(model.parameters())
         optimizer.state["calls"] = 3  # type: ignore[index]
         of_more = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(3))])
         for other, begins in (
             (optimizer, "the optimizer's state has 'calls', which is of no parameter"),
-            (torch.optim.LBFGS(model.parameters()), "the optimizer is a LBFGS, whose step needs a closure"),
+            (
+                torch.optim.LBFGS(model.parameters()),
+                "the optimizer is a LBFGS, whose step with zero gradients raises TypeError (",
+            ),
             (of_more, "the optimizer has 1 parameters that are not in the model, one of shape (3,)"),
         ):
             refused(functools.partial(sharded_state, model, other), begins=begins)
-        sharded_state(model, TakesAny(model.parameters()))
 
 
 def grouped(model: nn.Module, settings: list[tuple[str, dict[str, Any]]]) -> torch.optim.Optimizer:
