@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from moecomm.errors import InvalidArgument
 
-_REENTRANT = {CheckpointFunction.forward.__code__: 1, CheckpointFunction.backward.__code__: -1}
+_REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 """The two passes of a checkpoint with use_reentrant=True. torch offers no other way to tell them."""
 
 
@@ -33,31 +32,14 @@ def dot_with_constants(values: Tensor, constants: Tensor) -> Tensor:
     return _Dot.apply(values, constants)  # type: ignore[no-untyped-call]
 
 
-class RepeatedForwards:
-    """Finds checkpoints with use_reentrant=True whose second pass has other counts than the first. Their
-    gradients, unlike those with use_reentrant=False, are of the second pass."""
-
-    def __init__(self) -> None:
-        self._counted = 0  # calls of counted()
-        self._left = Counter[int]()  # of each such number, forwards that are to be computed again
-
-    def counted(self) -> None:
-        """Call this when the counts change."""
-        self._counted += 1
-
-    def require_same_counts(self) -> None:
-        """Call this in each forward. Raises InvalidArgument in a second pass, if the counts have changed."""
-        frame = None if torch.compiler.is_compiling() else sys._getframe()
-        while frame is not None and frame.f_code not in _REENTRANT:
-            frame = frame.f_back
-        if frame is None:
-            return
-        self._left[self._counted] += _REENTRANT[frame.f_code]
-        left = self._left[self._counted]
-        if left <= 0:
-            del self._left[self._counted]
-        if left < 0:
+def refuse_reentrant() -> None:
+    """Raises InvalidArgument within a checkpoint with use_reentrant=True, whose gradients are of the second
+    pass: the backward of another forward may have changed the counts by then."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe()
+    while frame is not None:
+        if frame.f_code in _REENTRANT:
             raise InvalidArgument(
-                "aux_loss='global': a checkpoint with use_reentrant=True computes a forward again after the "
-                "backward of another one of the layer, whose choices now count, too: pass use_reentrant=False"
+                "aux_loss='global' within a checkpoint with use_reentrant=True, which computes a forward "
+                "again after the backward of others, whose choices would count, too: pass use_reentrant=False"
             )
+        frame = frame.f_back

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from moecomm.arguments import require_integer, require_tensor
-from moecomm.autograd.repeated import RepeatedForwards
+from moecomm.autograd.repeated import refuse_reentrant
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.kernels import choices
@@ -88,7 +88,7 @@ class TopKRouter(nn.Module):
                 f"limit_nodes is {config.limit_nodes} and a router does not know the nodes: "
                 "pass config.for_nodes(number of nodes)"
             )
-        self.config, self._balance, self._forwards = config, balance, RepeatedForwards()
+        self.config, self._balance = config, balance
         dtype = torch.promote_types(config.dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
@@ -291,7 +291,7 @@ class TopKRouter(nn.Module):
             elif config.aux_loss == "global":
                 # load_E has the choices of the step's microbatches whose backward has run.
                 if self.training and self.load_E is not None:
-                    self._forwards.require_same_counts()
+                    refuse_reentrant()
                     counts_E = counts_E + self.load_E
                 if self._balance is not None:
                     counts_E = self._balance.over_ranks(counts_E)
@@ -313,7 +313,6 @@ class TopKRouter(nn.Module):
         aux_loss="global", later losses of the step include it. Does nothing without load_E."""
         if self.load_E is not None:
             self.load_E += tokens_per_expert_E
-            self._forwards.counted()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         # model.to(torch.bfloat16) must not round the balancing bias: steps of 0.001 would be lost.

@@ -162,7 +162,7 @@ def test_one_rank_refuses(rank: int, world_size: int) -> None:
 TOKENS = [5, 0, 7, 3]
 
 
-@pytest.mark.parametrize("way", ["", "checkpoint", "keep_plans", "reentrant"])
+@pytest.mark.parametrize("way", ["", "checkpoint", "keep_plans"])
 @pytest.mark.parametrize(("world_size", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 @on_ranks()
 def test_loss_over_all_tokens_of_a_step(rank: int, world_size: int, ep: int, way: str, seed: int) -> None:
