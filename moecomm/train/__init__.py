@@ -12,7 +12,6 @@ from moecomm.train.data_parallel import fully_shard_experts, prepare_ddp
 from moecomm.train.gradients import (
     backward_weights,
     clip_grad_norm,
-    grad_norms,
     mark_synchronized,
     set_loss_scale,
     sync_gradients,
@@ -23,7 +22,6 @@ __all__ = [
     "backward_weights",
     "clip_grad_norm",
     "fully_shard_experts",
-    "grad_norms",
     "keep_plans",
     "mark_synchronized",
     "prepare_ddp",

@@ -21,19 +21,15 @@ from moecomm.kernels.parameters import Split, splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.records import grouped_in
-from moecomm.train.gradients import ep_group_of
 from moecomm.train.model_parts import ModelParts
 from moecomm.train.optimizer_state import Numbers, ParamGroups, ensure_state, require_savable
-from moecomm.types import AnyGroup, Group, as_group
 
 Place = DeviceMesh | Callable[[Tensor], Tensor]
 """How a tensor of this rank's experts belongs to the tensor of all experts: as a shard over a mesh, or as the
 pieces (PartTensor) that a function makes of it."""
 
 
-def sharded_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ep_group: AnyGroup | None = None
-) -> dict[str, Any]:
+def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Returns the state dict for `torch.distributed.checkpoint.save` and `.load`: {"model": ..., "layers":
     ..., "optimizer": ..., "param_groups": ...}.
 
@@ -52,11 +48,9 @@ def sharded_state(
     Args:
         model: the model itself; for a wrapper `ddp`, `ddp.module`.
         optimizer: its optimizer, if that should be saved.
-        ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
-            (None: all ranks).
 
-    Raises InvalidArgument for another ep_group than the layers'. For experts spread over ranks: if hooks omit
-    or copy a parameter, or the state has a buffer. For the optimizer's state: if it has anything but tensors
+    Raises InvalidArgument for experts outside of MoELayers. For experts spread over ranks: if hooks omit or
+    copy a parameter, or the state has a buffer. For the optimizer's state: if it has anything but tensors
     and numbers, a tensor of another shape than its expert parameter (Adafactor), or if trained parameters
     lack state whose initial values are unknown: call it, to load as well, after a step in which all have
     gradients. A load raises InvalidArgument, on all ranks, for tensors of a layer that only the checkpoint
@@ -64,7 +58,7 @@ def sharded_state(
     """
     layers = layers_of(model)
     live, foreign = _live_state(model)  # before the rest, as it makes FSDP restore its shards
-    places = _find_places(model, as_group(ep_group, "ep_group"))
+    places = _find_places(model)
     interleaved = _interleaved(model)
     tensors = {f"{n}.interleaved" if id(t) in interleaved else n: t for n, t in live.items()}
     names = {id(value): name for name, value in reversed(tensors.items())}  # the first of several names
@@ -210,7 +204,7 @@ def _interleaved(model: nn.Module) -> set[int]:
     }
 
 
-def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
+def _find_places(model: nn.Module) -> dict[Any, Place]:
     """Returns the Place of each expert parameter: a mesh, which has a second dimension if FSDP has sharded
     the parameter; for experts split over ETP ranks a function."""
     if not dist.is_initialized():
@@ -221,7 +215,6 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
     places: dict[Any, Place] = {}
     for layer in parts.layers:
         if layer.folding is not None and layer.folding.etp > 1:
-            ep_group_of(layer, ep_group)
             splits = splits_of(layer.config.activation)
             for name, of_part in layer.experts.named_parameters():
                 owners.pop(of_part, None)
@@ -234,16 +227,15 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
                         "it on your own, or remove it before"
                     )
                 places[of_part] = partial(part_of_all, experts=layer.experts, split=splits[weight])
-    for parameter, owner in owners.items():
+    for parameter, layer in owners.items():
         kind, over = parameter.device.type, getattr(parameter, "device_mesh", None)
-        key = (None if owner is None else owner.comm, over)
+        key = (layer.comm, over)
         if key not in meshes:
-            if owner is not None and over is not None:
-                meshes[key] = owner.experts.moecomm_replicas.mesh(owner.comm, kind)
+            if over is not None:
+                meshes[key] = layer.experts.moecomm_replicas.mesh(layer.comm, kind)
             else:
-                group = ep_group_of(owner, ep_group)
-                assert group is not None
-                meshes[key] = DeviceMesh.from_group(group, kind)
+                assert layer.comm.group is not None
+                meshes[key] = DeviceMesh.from_group(layer.comm.group, kind)
         places[parameter] = meshes[key]
     return places
 

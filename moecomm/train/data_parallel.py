@@ -62,17 +62,11 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
 
     All ranks call it together. Raises InvalidArgument, on all ranks, for a group that lacks ranks of a
-    layer's communicator, a model sharded by fully_shard, main_grad, and experts marked outside of MoELayers.
+    layer's communicator, a model sharded by fully_shard, main_grad, and experts outside of MoELayers.
     """
     parts = ModelParts(model)
     group = model_group(parts.layers, group)
     owners, replicas = parts.owners, find_replicas(parts.layers, group)
-    spread = {parameter: layer for parameter, layer in owners.items() if layer is not None}
-    if len(spread) < len(owners):
-        raise InvalidArgument(
-            "a parameter is marked as an expert's and in no MoELayer: prepare_ddp cannot tell which ranks "
-            "hold it. Use sync_gradients without DistributedDataParallel"
-        )
     _refuse_main_grad(model, "DistributedDataParallel")
     parts.refuse_shared_with_experts()
     if any(isinstance(parameter, DTensor) for parameter in parts.named.values()):
@@ -84,7 +78,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     ignored |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] == "load_E"}
     ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
-    for parameter, layer in spread.items():
+    for parameter, layer in owners.items():
         if hasattr(parameter, AVERAGED_BY_DDP):
             continue
         if len(replicas[layer.comm].ranks) > 1:
@@ -370,10 +364,9 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
     if name != "module" or not isinstance(wrapper, DistributedDataParallel) or model is None:
         return
     parts, ranks = ModelParts(model), ranks_of(wrapper.process_group)
-    owners = parts.owners
-    ignored: set[str] = wrapper.parameters_to_ignore
     if len(ranks) == 1:
         return
+    owners, ignored = parts.owners, wrapper.parameters_to_ignore
     _refuse_main_grad(model, "DistributedDataParallel")
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in owners:

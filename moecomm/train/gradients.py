@@ -24,7 +24,7 @@ from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.drift import forget_bits, router_bits
 from moecomm.train.model_parts import ModelParts, local, zero_gradient
-from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal, told_by_all
+from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal
 from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
@@ -34,7 +34,6 @@ _BUCKET_BYTES = 64 << 20
 def sync_gradients(
     model: nn.Module,
     group: AnyGroup | None = None,
-    expert_group: AnyGroup | None = None,
     *,
     folding: ParallelFolding | None = None,
 ) -> None:
@@ -52,8 +51,6 @@ def sync_gradients(
         model: has the MoELayers, and all parameters to average.
         group: all ranks that hold the model and bring tokens to a step, a process group or a DeviceMesh of
             one dimension; None: all ranks, or those of the pipeline stage where layers have a folding.
-        expert_group: the ranks that hold the same experts; only for parameters that `mark_expert_parameter`
-            marked outside of MoELayers (None: no other rank holds the same experts).
         folding: the job's ParallelFolding, for a pipeline stage without MoELayers.
 
     Ranks compare their parameters at each call. Hosts wait for each other then, but not for their GPUs if the
@@ -82,7 +79,7 @@ def sync_gradients(
         check()
         _mark_synchronized(parts.layers)
         return
-    group, expert_group = model_group(parts.layers, group, folding), as_group(expert_group, "expert_group")
+    group = model_group(parts.layers, group, folding)
     about = "ranks average different parameters"
     if not agree(group, parts.device, about, check, lambda place: router_bits(parts.layers, place)):
         forget_bits(parts.layers)
@@ -97,13 +94,6 @@ def sync_gradients(
     require_equal(parts, group)
     owners, size, ranks = parts.owners, dist.get_world_size(group), ranks_of(group)
     _require_same_experts(parts, group, replicas)
-    given = None if expert_group is None else ranks_of(expert_group)
-    for found in replicas.values():
-        if given not in (None, found.ranks):
-            raise InvalidArgument(
-                f"expert_group has ranks {given}, must have {found.ranks}, which hold the same experts; "
-                "leave it out, the layers know"
-            )
     sums: dict[Group | None, list[Tensor]] = {}
     folding = next((layer.folding for layer in parts.layers if layer.folding is not None), folding)
     tensor_parallel = folding is not None and folding.tp > 1
@@ -126,9 +116,8 @@ def sync_gradients(
             )
         over = dist.group.WORLD if group is None else group
         if parameter in owners:
-            layer, over = owners[parameter], expert_group
-            if expert_group is None and layer is not None and len(replicas[layer.comm].ranks) > 1:
-                over = replicas[layer.comm].group
+            held_by = replicas[owners[parameter].comm]
+            over = held_by.group if len(held_by.ranks) > 1 else None
         sums.setdefault(over, []).append(_gradient(parameter))
     for over, gradients in sums.items():
         if over is not None and dist.get_world_size(over) > 1:
@@ -151,17 +140,9 @@ def _mark_synchronized(layers: Sequence[MoELayer]) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    model: nn.Module,
-    max_norm: float,
-    ep_group: AnyGroup | None = None,
-    pp_group: AnyGroup | None = None,
-    *,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Scales all gradients so that their global norm is at most max_norm. Returns the norm before scaling,
-    0-d float32 (float64 for float64 gradients), the same on all ranks.
+def clip_grad_norm(model: nn.Module, max_norm: float, *, pp_group: AnyGroup | None = None) -> Tensor:
+    """Scales all gradients so that their global norm (2-norm) is at most max_norm. Returns the norm before
+    scaling, 0-d float32 (float64 for float64 gradients), the same on all ranks.
 
     Every rank calls it after gradients are synchronised. Each expert and each replicated parameter is counted
     once; shards are added up. As in torch.nn.utils.clip_grad_norm_, a norm of NaN makes all gradients NaN,
@@ -170,19 +151,14 @@ def clip_grad_norm(
     Args:
         model: as in `sync_gradients`.
         max_norm: the largest allowed norm; math.inf: nothing is scaled.
-        ep_group: the ranks that share out the experts; only for parameters marked outside of MoELayers
-            (None: all ranks).
         pp_group: the ranks of this rank's pipeline, over which the norm is summed; all of them call this.
             Layers whose folding has several stages need it.
-        norm_type: the order p of the norm, more than 0; math.inf for the largest absolute value.
-        error_if_nonfinite: raise InvalidArgument on all ranks, before anything is scaled, if the norm is not
-            finite. The host waits for the norm.
 
-    Raises InvalidArgument for other groups than the layers', deferred gradients, and a parameter of experts
-    that another part of the model shares. If one rank alone raises, the others wait until the process group's
-    deadline; `sync_gradients`, which comes before, raises these errors on all ranks.
+    Raises InvalidArgument for deferred gradients, and a parameter of experts that another part of the model
+    shares. If one rank alone raises, the others wait until the process group's deadline; `sync_gradients`,
+    which comes before, raises these errors on all ranks.
     """
-    pp_group, norm_type = as_group(pp_group, "pp_group"), _order(norm_type)
+    pp_group = as_group(pp_group, "pp_group")
     require_number("max_norm", max_norm, lambda number: number >= 0, "at least 0")
     parts = ModelParts(model)
     staged = [layer for layer in parts.layers if layer.folding is not None and layer.folding.pp > 1]
@@ -191,18 +167,14 @@ def clip_grad_norm(
             "pp_group is None, must be the ranks of this rank's pipeline, folding.group('pp'), for a norm "
             "over all stages"
         )
-    powers = [parts.zero.unsqueeze(0)]
-    for groups, (_, own) in _powers(parts, ep_group, norm_type).items():
-        powers.append(_all_ranks(_sum(own, norm_type), groups, norm_type).unsqueeze(0))
-    total = _sum(torch.cat(powers), norm_type)
+    total = parts.zero
+    for groups, own in _squares(parts).items():
+        for over in groups:
+            dist.all_reduce(own, group=over)
+        total = total + own
     if pp_group is not None:
-        total = _all_ranks(total, (pp_group,), norm_type)
-    norm = total if norm_type == math.inf else total.pow(1 / norm_type)
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise InvalidArgument(
-            f"the norm of order {norm_type} of all gradients is {norm.item()}, must be finite with "
-            "error_if_nonfinite: leave this step out, on all ranks; nothing was scaled"
-        )
+        dist.all_reduce(total, group=pp_group)
+    norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     trained = parts.trained
     # Without a bound the factor is 1, which would take as long as any.
@@ -217,30 +189,6 @@ def clip_grad_norm(
         else:
             torch._foreach_mul_(alike, factor.to(first.dtype) if first.is_cuda else factor)
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
-
-
-@torch.no_grad()
-def grad_norms(
-    model: nn.Module, ep_group: AnyGroup | None = None, *, norm_type: float = 2.0
-) -> dict[str, Tensor]:
-    """Returns the norm of each trained parameter's gradient by name, 0-d float64, for logs. The norm of an
-    experts' parameter covers all ranks' experts. Parameters of other pipeline stages are left out.
-
-    Every rank calls it at a point where `clip_grad_norm` may be called; arguments and errors are explained
-    there. Ranks exchange names at each call.
-    """
-    norm_type, parts = _order(norm_type), ModelParts(model)
-    found: dict[str, Tensor] = {}
-    for groups, (own, powers) in _powers(parts, ep_group, norm_type).items():
-        names = own
-        for over in groups:  # ranks may have other names: only part 0 of split experts has b_out
-            names = list(dict.fromkeys(name for each in told_by_all(names, over) for name in each))
-        by_name = dict(zip(own, powers.unbind(), strict=True))
-        values = torch.stack([by_name.get(name, parts.zero) for name in names])
-        values = _all_ranks(values, groups, norm_type)
-        norms = values if norm_type == math.inf else values.pow(1 / norm_type)
-        found |= dict(zip(names, norms.unbind(), strict=True))
-    return {name: found[name] for name, each in parts.named.items() if each.requires_grad}
 
 
 def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
@@ -258,88 +206,51 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
         layer.loss_scale = scale
 
 
-def _order(norm_type: Any) -> float:
-    return require_number("norm_type", norm_type, lambda order: order > 0, "more than 0, or math.inf")
-
-
-def _powers(
-    parts: ModelParts, ep_group: AnyGroup | None, order: float
-) -> dict[tuple[Group, ...], tuple[list[str], Tensor]]:
-    """Returns this rank's sums of |gradient|^order (order inf: the largest |gradient|), one for each
-    parameter, as names and a float64 tensor (N,). The keys are the groups over which these sums must still be
-    reduced. Frozen parameters count as zero: ranks may have frozen different experts, and must reduce the
-    same names."""
+def _squares(parts: ModelParts) -> dict[tuple[Group, ...], Tensor]:
+    """Returns this rank's sums of squared gradients, 0-d float64. The keys are the groups over which these
+    sums must still be added up. Frozen parameters count as zero: ranks may have frozen different experts, and
+    must reduce over the same groups."""
     _require_gradients(parts)
-    owners, ep_group = parts.owners, as_group(ep_group, "ep_group")
+    owners = parts.owners
     _require_dense_ranks(parts, [each for each in parts.trained if each not in owners])
-    names: dict[tuple[Group, ...], list[str]] = {}
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in parts.named.items():
+    gradients: dict[tuple[Group, ...], list[Tensor]] = {}
+    for parameter in parts.named.values():
         groups: tuple[Group, ...] = ()
         if isinstance(parameter, DTensor):
             # FSDP2 wraps a tensor-parallel placement in a kind of shard whose is_shard() is False.
             dims = [n for n, place in enumerate(parameter.placements) if not place.is_replicate()]
             groups = tuple(parameter.device_mesh.get_group(number) for number in dims)
-        if parameter in owners and dist.is_initialized():
-            over = ep_group_of(owners[parameter], ep_group)
+        if parameter in owners:
+            over = owners[parameter].comm.group
             assert over is not None
             groups = (*groups, over)
-        names.setdefault(groups, []).append(name)
+        of_groups = gradients.setdefault(groups, [])
         gradient = _found_gradient(parameter) if parameter.requires_grad else None
         if gradient is not None and (own := local(gradient)).numel():
             # DDP allows sparse gradients. Made dense, they have a norm with the bits of a dense gradient's.
             own = own if own.layout is torch.strided else own.to_dense()
-            gradients[name] = torch.view_as_real(own) if own.is_complex() else own
-    norms = _norms(gradients, order)
-    zero = parts.zero
-    found = {}
-    for groups, of_group in names.items():
-        values = torch.stack([norms[name].to(zero.device) if name in norms else zero for name in of_group])
-        found[groups] = of_group, values if order == math.inf else values.pow_(order)
-    return found
+            of_groups.append(torch.view_as_real(own) if own.is_complex() else own)
+    return {groups: _square(each, parts.zero) for groups, each in gradients.items()}
 
 
-def _norms(gradients: Mapping[str, Tensor], order: float) -> dict[str, Tensor]:
-    """Returns the norms of gradients with elements, 0-d float64, by name."""
-    norms: dict[str, Tensor] = {}
-    for names in _alike(gradients):
-        alike = [gradients[name] for name in names]
+def _square(gradients: list[Tensor], zero: Tensor) -> Tensor:
+    """Returns the sum of squares of gradients with elements, on the device of `zero`, a float64 zero."""
+    total = zero.clone()
+    for alike in _lists(gradients):
         # On a CPU torch adds one number after another: in float32 the norm would depend on the sharding.
         sums = torch.promote_types(alike[0].dtype, torch.float32) if alike[0].is_cuda else torch.float64
-        found = torch.stack(torch._foreach_norm(alike, order, dtype=sums)).to(torch.float64)
-        norms |= zip(names, found.unbind(), strict=True)
-    return norms
-
-
-def _alike(tensors: Mapping[Any, Tensor]) -> list[list[Any]]:
-    """Returns the keys of tensors in lists of one type, layout, dtype and device. torch's functions of a
-    whole list of tensors take the host little longer than those of one."""
-    found: dict[Any, list[Any]] = {}
-    for key, tensor in tensors.items():
-        found.setdefault((type(tensor), tensor.layout, tensor.dtype, tensor.device), []).append(key)
-    return list(found.values())
+        norms = torch.stack(torch._foreach_norm(alike, 2.0, dtype=sums)).to(zero)
+        total += norms.square_().sum()
+    return total
 
 
 def _lists(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors in lists as `_alike` does."""
-    return [[tensors[number] for number in alike] for alike in _alike(dict(enumerate(tensors)))]
-
-
-def _sum(powers: Tensor, order: float) -> Tensor:
-    return powers.amax(0) if order == math.inf else powers.sum(0)
-
-
-def _all_ranks(powers: Tensor, groups: Sequence[Group], order: float) -> Tensor:
-    """Returns the sums of powers over groups; `powers` may change. For order inf it returns the largest, or
-    NaN if a rank has NaN, since a maximum over ranks may lose a NaN."""
-    for over in groups:
-        if order != math.inf:
-            dist.all_reduce(powers, group=over)
-            continue
-        both = torch.stack((powers.nan_to_num(0.0, posinf=math.inf), powers.isnan().double()))
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=over)
-        powers = both[0].where(both[1] == 0, math.nan)
-    return powers
+    """Returns the tensors in lists of one type, layout, dtype and device. torch's functions of a whole list
+    of tensors take the host little longer than those of one."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((type(tensor), tensor.layout, tensor.dtype, tensor.device), []).append(tensor)
+    return list(found.values())
 
 
 def _words(name: str, parameter: nn.Parameter) -> str:
@@ -380,20 +291,6 @@ def _refuse_sparse(parts: ModelParts) -> None:
                 f"the gradient of {name} is sparse ({parameter.grad.layout}), must be dense for "
                 "sync_gradients: build its module with sparse=False"
             )
-
-
-def ep_group_of(layer: MoELayer | None, given: Group | None) -> Group | None:
-    """Returns the process group that shares out the experts of a layer; without a layer the given group, or
-    the default group. Raises InvalidArgument if `given` has other ranks than the layer."""
-    if layer is None:
-        return dist.group.WORLD if given is None else given
-    own = layer.comm.group
-    if given is not None and ranks_of(given) != ranks_of(own):
-        raise InvalidArgument(
-            f"ep_group has ranks {ranks_of(given)}, must have {ranks_of(own)}, those of the layer's "
-            "communicator; leave it out, the layers know"
-        )
-    return own
 
 
 def _refuse_ddp(parts: ModelParts) -> None:

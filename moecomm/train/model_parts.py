@@ -69,17 +69,17 @@ class ModelParts:
         return [parameter for parameter in self.named.values() if parameter.requires_grad]
 
     @functools.cached_property
-    def owners(self) -> dict[nn.Parameter, MoELayer | None]:
-        """The parameters that differ between ranks, each with its layer (None: only the caller has marked
-        it).
+    def owners(self) -> dict[nn.Parameter, MoELayer]:
+        """The parameters that differ between ranks, each with its layer.
 
         They are asked of the layers, since the parameters with which FSDP replaces others have no mark.
         Experts that every rank holds are left out, and parameters that the experts of all ranks share.
-        Raises InvalidArgument for such a parameter if experts are split over ETP ranks, and for experts that
-        fully_shard has sharded over ranks that hold other experts.
+        Raises InvalidArgument for such a parameter if experts are split over ETP ranks, for experts that
+        fully_shard has sharded over ranks that hold other experts, and for parameters that are marked as an
+        expert's outside of MoELayers.
         """
-        marked = filter(is_expert_parameter, self.named.values())
-        owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
+        owners: dict[nn.Parameter, MoELayer] = {}
+        marked = {parameter: name for name, parameter in self.named.items() if is_expert_parameter(parameter)}
         for module in self.modules:
             if isinstance(module, MoELayer) and module.comm.size > 1:
                 refuse_mixed_shards(module.experts)
@@ -94,6 +94,13 @@ class ModelParts:
                 of_all = module.experts if isinstance(module, MoELayer) else module
                 for parameter in of_all.parameters():
                     owners.pop(parameter, None)
+                    marked.pop(parameter, None)
+        for parameter, name in marked.items():
+            if parameter not in owners:
+                raise InvalidArgument(
+                    f"{name} is marked as an expert's, and in no MoELayer: which ranks hold it is unknown. "
+                    "Make its module the experts of a MoELayer (experts=...)"
+                )
         return owners
 
     def refuse_shared_with_experts(self) -> None:
