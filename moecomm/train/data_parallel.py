@@ -24,7 +24,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 from moecomm.autograd.in_place import has_main_grad
 from moecomm.errors import InvalidArgument
@@ -33,7 +32,7 @@ from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.grid import Ranks
 from moecomm.parallel.spread import shares_of
 from moecomm.train.drift import watch_drift
-from moecomm.train.model_parts import ModelParts, zero_gradient
+from moecomm.train.model_parts import ModelParts
 from moecomm.train.replicas import (
     Replicas,
     find_replicas,
@@ -261,61 +260,30 @@ _SYNCHRONISES = "_moecomm_synchronises"
 forward decides that, since `no_sync()` may surround the forward and not the backward."""
 
 
-class _Hooks:
-    """The hooks of a DistributedDataParallel's forward, for the experts of `layers`."""
-
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self.layers = layers
-        self._queued = False
-
-    def before_forward(self, wrapper: nn.Module, args: Any) -> None:
-        """Stores whether the backward will average. Raises InvalidArgument for experts' parameters whose
-        gradients nothing would average: replaced ones, and those in a copy of the wrapper."""
-        if not torch.is_grad_enabled():
-            return
-        setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
-        for layer in self.layers:
-            for name, parameter in shares_of(layer).spread.items():
-                average: _ReplicaAverage | None = getattr(parameter, AVERAGED_BY_DDP, None)
-                known = average is not None and average.wrapper is not None and average.wrapper() is wrapper
-                if parameter.requires_grad and not known:
-                    raise InvalidArgument(
-                        f"the experts' {name} is not the parameter that DistributedDataParallel has wrapped "
-                        "(after load_state_dict(assign=True), or in a copy of the wrapper), and its gradient "
-                        "would not be averaged: wrap moecomm.nn.prepare_ddp(model) anew"
-                    )
-
-    def after_forward(self, wrapper: DistributedDataParallel, args: Any, output: Any) -> None:
-        """With find_unused_parameters, makes the backward of these outputs average the experts' gradients at
-        its end, since replicas may skip different layers."""
-        self._queued = False
-        if not (wrapper.find_unused_parameters and torch.is_grad_enabled() and _synchronises(wrapper)):
-            return
-        for each in _find_tensors(output):  # also within dataclasses
-            if each.requires_grad:
-                each.register_hook(self._queue)
-
-    def _queue(self, gradient: Tensor) -> None:
-        if not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.average)
-
-    def average(self) -> None:
-        """Averages each gradient that at least one replica has; a gradient that no replica has stays None."""
-        self._queued = False
-        spread: dict[Replicas, list[nn.Parameter]] = {}
-        for layer in self.layers:
-            for parameter in shares_of(layer).spread.values():
-                replicas = getattr(parameter, AVERAGED_BY_DDP).replicas
-                if parameter.requires_grad and len(replicas.ranks) > 1:
-                    spread.setdefault(replicas, []).append(parameter)
-        for replicas, parameters in spread.items():
-            has = [parameter.grad is not None for parameter in parameters]
-            found = torch.tensor(has, dtype=torch.int32, device=parameters[0].device)
-            dist.all_reduce(found, group=replicas.group)
-            for parameter, replicas_with in zip(parameters, found.tolist(), strict=True):
-                if replicas_with > 0:
-                    getattr(parameter, AVERAGED_BY_DDP).average(parameter)
+def _before_forward(layers: Sequence[MoELayer], wrapper: nn.Module, args: Any) -> None:
+    """Stores, as a hook of a DistributedDataParallel's forward, whether the backward will average. Raises
+    InvalidArgument for experts' parameters whose gradients nothing would average: replaced ones, and those in
+    a copy of the wrapper; and for find_unused_parameters, with which replicas may use different layers."""
+    if not torch.is_grad_enabled():
+        return
+    setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
+    for layer in layers:
+        for name, parameter in shares_of(layer).spread.items():
+            if not parameter.requires_grad:
+                continue
+            average: _ReplicaAverage | None = getattr(parameter, AVERAGED_BY_DDP, None)
+            if average is None or average.wrapper is None or average.wrapper() is not wrapper:
+                raise InvalidArgument(
+                    f"the experts' {name} is not the parameter that DistributedDataParallel has wrapped "
+                    "(after load_state_dict(assign=True), or in a copy of the wrapper), and its gradient "
+                    "would not be averaged: wrap moecomm.nn.prepare_ddp(model) anew"
+                )
+            if wrapper.find_unused_parameters and len(average.replicas.ranks) > 1:
+                raise InvalidArgument(
+                    "find_unused_parameters is True, must be False: where ranks that hold the same experts "
+                    "leave out different layers, they would wait for each other's gradients. Call "
+                    "sync_gradients without DistributedDataParallel, or use FSDP2"
+                )
 
 
 class _ReplicaAverage:
@@ -329,25 +297,15 @@ class _ReplicaAverage:
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None
         self.replicas = replicas
 
+    @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
-        """Averages a gradient, as its parameter's hook; not in no_sync(), nor if `_Hooks.average` does it."""
+        """Averages a gradient, as its parameter's hook; not in no_sync()."""
         wrapper = None if self.wrapper is None else self.wrapper()
         if len(self.replicas.ranks) == 1 or parameter.grad is None:
             return
-        if wrapper is None or (_synchronises(wrapper) and not wrapper.find_unused_parameters):
-            self.average(parameter)
-
-    @torch.no_grad()
-    def average(self, parameter: Tensor) -> None:
-        """Averages a gradient, which counts as zero where the backward has not reached the parameter."""
-        if parameter.grad is None:
-            parameter.grad = zero_gradient(parameter)
-        dist.all_reduce(parameter.grad, group=self.replicas.group)
-        parameter.grad.div_(len(self.replicas.ranks))
-
-
-def _synchronises(wrapper: DistributedDataParallel) -> bool:
-    return bool(getattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync))
+        if wrapper is None or getattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync):
+            dist.all_reduce(parameter.grad, group=self.replicas.group)
+            parameter.grad.div_(len(self.replicas.ranks))
 
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
@@ -383,9 +341,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
                 f"{average.ranks}: pass prepare_ddp the same group"
             )
         average.wrapper = weakref.ref(wrapper)
-    hooks = _Hooks(parts.spread_layers)
-    wrapper.register_forward_pre_hook(hooks.before_forward)
-    wrapper.register_forward_hook(hooks.after_forward)
+    wrapper.register_forward_pre_hook(partial(_before_forward, parts.spread_layers))
     for path, _ in model.named_buffers():
         if path.rpartition(".")[2] == "load_E" and path not in ignored:
             raise InvalidArgument(

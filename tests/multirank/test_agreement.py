@@ -193,7 +193,7 @@ def test_what_is_no_group_of_this_rank_is_refused(rank: int, world: int, seed: i
             of_none = "which new_group() gives ranks outside" if group is inside else ""
             refused(lambda group=group: update_expert_bias(model, group), says, of_none)
             refused(lambda group=group: sync_gradients(model, group), says)
-            refused(lambda group=group: clip_grad_norm(model, 1.0, group), says)
+            refused(lambda group=group: clip_grad_norm(model, 1.0, pp_group=group), says)
             refused(lambda group=group: moecomm.Communicator(group, **sizes), says)
 
 

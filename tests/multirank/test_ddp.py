@@ -1,9 +1,8 @@
-"""DistributedDataParallel around layers: replicas that leave out layers, gradients that add up, layers that
-share experts, and what is not prepared. Gradients are those of `sync_gradients` without a wrapper."""
+"""DistributedDataParallel around layers: gradients that add up, layers that share experts, and what is not
+prepared. Gradients are those of `sync_gradients` without a wrapper."""
 
 import contextlib
 import copy
-import dataclasses
 import functools
 from typing import Any
 
@@ -25,62 +24,40 @@ pool = own_pool()
 PLAIN = MoEConfig(**SIZES, dtype=torch.float64)
 
 
-@dataclasses.dataclass
-class Result:
-    y: Tensor
-
-
-class Branches(nn.Module):
-    """Layers of which each replica may leave some out. The result, in whose backward DDP averages experts, is
-    in a dataclass, where DDP has to find it."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MoELayer(CONFIG, group=group, max_tokens=8) for _ in range(3))
-
-    def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Result:
-        for number, layer in enumerate(self.layers):
-            if number not in skipped:
-                x = x + layer(x)
-        return Result(x)
-
-
-SKIPPED = {
-    "different layers": [(0,), (1,)],
-    "one replica's": [(0, 1), ()],
-    "the same": [(1,), (1,)],
-    "none": [(), ()],
-}
-"""Layers that the first and the second replica of the experts leave out."""
-
-
-@pytest.mark.parametrize("which", SKIPPED)
 @on_ranks(4)
-def test_ddp_of_replicas_that_leave_out_layers(rank: int, world_size: int, which: str, seed: int) -> None:
+def test_ddp_accumulates(rank: int, world_size: int, seed: int) -> None:
     """Gradients under DistributedDataParallel are those of sync_gradients, over three backwards, the first
     without synchronisation and the last added to what is averaged already; loads are counted in all."""
-    torch.manual_seed(seed)
-    group = groups_of(rank, world_size, 2)[0]
-    model = Branches(group)
+    model, _ = build(rank, world_size, 2, seed)
     plain = copy.deepcopy(model)
-    ddp: Any = wrapped(model, "ddp", find_unused_parameters=True)
-    skipped = SKIPPED[which][rank // 2]
+    ddp: Any = wrapped(model, "ddp")
     for step in range(3):
         x = tokens(rank, step, seed)
         with ddp.no_sync() if step == 0 else contextlib.nullcontext():
-            loss_of(ddp(x, skipped).y).backward()
-        loss_of(plain(x, skipped).y).backward()
+            loss_of(ddp(x)).backward()
+        loss_of(plain(x)).backward()
     sync_gradients(plain)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if ours.grad is None:
-            assert theirs.grad is None or not bool(theirs.grad.any()), name
+        assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+    assert torch.equal(model.moe.router.load_E, plain.moe.router.load_E)
+    assert int(model.moe.router.load_E.sum()) == CONFIG.top_k * 3 * TOKENS[rank]
+    model.moe.comm.close()
+    plain.moe.comm.close()
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@on_ranks(4)
+def test_unused_parameters_of_replicas_are_refused(rank: int, world_size: int, ep: int, seed: int) -> None:
+    """Experts that one rank alone holds may be left out."""
+    model, _ = build(rank, world_size, ep, seed)
+    with model.moe.comm:
+        ddp: Any = wrapped(model, "ddp", find_unused_parameters=True)
+        if ep == 4:
+            loss_of(ddp(tokens(rank, 0, seed))).backward()
         else:
-            assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
-    for number, (layer, other) in enumerate(zip(model.layers, plain.layers, strict=True)):
-        assert torch.equal(layer.router.load_E, other.router.load_E)
-        assert int(layer.router.load_E.sum()) == CONFIG.top_k * 3 * TOKENS[rank] * (number not in skipped)
-        layer.comm.close()
-        other.comm.close()
+            refused(
+                lambda: ddp(tokens(rank, 0, seed)), begins="find_unused_parameters is True, must be False"
+            )
 
 
 @on_ranks(4)
