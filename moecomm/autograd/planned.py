@@ -147,20 +147,8 @@ class _Planned(_Opened):
 
         return backend.run("moecomm combine", execute)
 
-    @overload
-    def redispatch(
-        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[False] = False
-    ) -> torch.Tensor: ...
-
-    @overload
-    def redispatch(
-        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[True]
-    ) -> Work[torch.Tensor]: ...
-
     @outside_graph
-    def redispatch(
-        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: bool = False
-    ) -> torch.Tensor | Work[torch.Tensor]:
+    def redispatch(self, x_TH: Array, handle: Handle, *, gradients: bool = False) -> torch.Tensor:
         """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
 
         The backward of a combine sends its result's gradient in this way. Call this to schedule a backward
@@ -172,7 +160,6 @@ class _Planned(_Opened):
             handle: the handle of that dispatch.
             gradients: True: rows travel in the communicator's `gradient_wire`; False: in its dtype, whatever
                 `wire` is. All ranks give the same value.
-            async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
 
         Returns:
             (P, H) rows in the communicator's dtype, in the order of that dispatch's output.
@@ -189,42 +176,13 @@ class _Planned(_Opened):
             rows_PH, _ = backend.redispatch(handle.plan, x, None, None, gradients)
             return rows_PH
 
-        def finish(rows_PH: torch.Tensor) -> torch.Tensor:
-            return ops.redispatch(x, rows_PH, handle.plan, backend)
-
-        if async_op:
-            return backend.launch("moecomm redispatch", execute, None, finish, (x,))
-        return finish(backend.run("moecomm redispatch", execute))
-
-    @overload
-    def dispatch_backward(
-        self,
-        grad_rows_PH: Array,
-        handle: Handle,
-        *,
-        grad_weights: Array | None = None,
-        async_op: Literal[False] = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    @overload
-    def dispatch_backward(
-        self,
-        grad_rows_PH: Array,
-        handle: Handle,
-        *,
-        grad_weights: Array | None = None,
-        async_op: Literal[True],
-    ) -> Work[tuple[torch.Tensor, torch.Tensor | None]]: ...
+        rows_PH = backend.run("moecomm redispatch", execute)
+        return ops.redispatch(x, rows_PH, handle.plan, backend)
 
     @outside_graph
     def dispatch_backward(
-        self,
-        grad_rows_PH: Array,
-        handle: Handle,
-        *,
-        grad_weights: Array | None = None,
-        async_op: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
+        self, grad_rows_PH: Array, handle: Handle, *, grad_weights: Array | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the gradients of a dispatch's `x` and `topk_weights`, given the gradients of the output's
         `tokens` and `weights`. Autograd calls this; call it yourself only to schedule a backward. Not
         differentiable. Breaks a graph of torch.compile.
@@ -233,7 +191,6 @@ class _Planned(_Opened):
             grad_rows_PH: (P, H) in the communicator's dtype.
             handle: the handle of that dispatch.
             grad_weights: gradient of the output's `weights`, in the shape of `weights`; None if not needed.
-            async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
 
         Returns:
             (T, H) in the communicator's dtype, summed as in a combine; and (T, K) of the weights' dtype, zero
@@ -255,10 +212,7 @@ class _Planned(_Opened):
             assert grad_x_TH is not None
             return grad_x_TH, grad_weights_TK
 
-        name = "moecomm dispatch backward"
-        if async_op:
-            return backend.launch(name, execute, None, lambda result: result, (rows, weights))
-        return backend.run(name, execute)
+        return backend.run("moecomm dispatch backward", execute)
 
     def _check_handle(self, handle: Any) -> None:
         if not isinstance(handle, Handle):

@@ -21,7 +21,7 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return left is right if left is None or right is None else torch.equal(left, right)
 
 
-def _check(rank: int, some: list[Case], async_op: bool) -> None:
+def _check(rank: int, some: list[Case]) -> None:
     """Calls by hand have the bits of autograd and of a new dispatch."""
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     with moecomm.Communicator(**some[0].communicator) as comm:
@@ -32,9 +32,6 @@ def _check(rank: int, some: list[Case], async_op: bool) -> None:
             with contextlib.suppress(moecomm.CapacityExceeded):
                 comm.check()  # else the next dispatch would raise it
             return out
-
-        def wait(result: Any) -> Any:
-            return result.wait() if async_op else result
 
         for case in some:
             x_TH = cases.tensor(case.x(rank), case.torch_dtype).requires_grad_()
@@ -49,16 +46,14 @@ def _check(rank: int, some: list[Case], async_op: bool) -> None:
                 grad_weights = torch.rand(out.weights.shape, dtype=out.weights.dtype)
                 loss = loss + (out.weights * grad_weights).sum()
             loss.backward()
-            by_hand = wait(
-                comm.dispatch_backward(grad_rows_PH, out.handle, grad_weights=grad_weights, async_op=async_op)
-            )
+            by_hand = comm.dispatch_backward(grad_rows_PH, out.handle, grad_weights=grad_weights)
             other_TH = cases.tensor(case.grad_y(rank), case.torch_dtype).requires_grad_()
-            again_PH = wait(comm.redispatch(other_TH, out.handle, async_op=async_op))
+            again_PH = comm.redispatch(other_TH, out.handle)
             again_PH.backward(grad_rows_PH)
             real = out.offsets[-1]
             end = int(real) if len(out.tokens) else 0
             new = dispatch(case, other_TH.detach())
-            plain_TH, none = wait(comm.dispatch_backward(grad_rows_PH, out.handle, async_op=async_op))
+            plain_TH, none = comm.dispatch_backward(grad_rows_PH, out.handle)
             checks = {
                 "gradient of x": _same(by_hand[0], x_TH.grad),
                 "gradient of weights": _same(by_hand[1], None if weights_TK is None else weights_TK.grad),
@@ -70,20 +65,17 @@ def _check(rank: int, some: list[Case], async_op: bool) -> None:
             assert all(checks.values()), (case, checks)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size", "async_op"),
-    [("bfloat16", 1, False), ("float32", 2, True), ("bfloat16", 3, True), ("float32", 3, False)],
-)
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1), ("float32", 2), ("bfloat16", 3)])
 @on_ranks("size")
-def test_against_autograd(rank: int, world_size: int, dtype: str, async_op: bool, seed: int) -> None:
-    _check(rank, cases.layouts_alignments_and_capacities(world_size, dtype, seed), async_op)
+def test_against_autograd(rank: int, world_size: int, dtype: str, seed: int) -> None:
+    _check(rank, cases.layouts_alignments_and_capacities(world_size, dtype, seed))
 
 
 @needs_fabric
 @on_ranks(4)
 def test_between_nodes(rank: int, world_size: int, seed: int) -> None:
     some = cases.layouts_alignments_and_capacities(4, "float32", seed)
-    _check(rank, [replace(case, ranks_per_node=2) for case in some], False)
+    _check(rank, [replace(case, ranks_per_node=2) for case in some])
 
 
 @on_ranks(2)

@@ -237,7 +237,7 @@ def test_an_error_keeps_no_tensors(rank: int, world_size: int) -> None:
                 lambda x_TH: comm.dispatch(x_TH, ids_TK + 9),
                 lambda x_TH: comm.dispatch(x_TH, ids_TK[:1]),
                 lambda x_TH: comm.dispatch(x_TH, ids_TK[:1], async_op=True).wait(),
-                lambda x_TH: comm.redispatch(x_TH, None, async_op=True).wait(),
+                lambda x_TH: comm.combine(x_TH, None, async_op=True).wait(),
                 lambda x_TH: comm.refuse(ValueError(f"a part that had {x_TH.shape}")),
             ]
             for call in calls:
