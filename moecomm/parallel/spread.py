@@ -55,7 +55,6 @@ def shares_of(layer: Any) -> Shares:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     """Raises InvalidArgument before an optimizer's step on experts' weights whose gradients are still
     deferred or not averaged, or with an optimizer that is not for such weights."""
-    _refuse_mixed(optimizer)
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     shares = zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
     found = [layer for layer in built_layers if _looks_wrong(layer, shares)]
@@ -84,32 +83,6 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> No
             "(prepare_ddp, fully_shard_experts); code that averages them itself calls "
             "moecomm.nn.mark_synchronized(model)"
         )
-
-
-def _refuse_mixed(optimizer: torch.optim.Optimizer) -> None:
-    """Raises InvalidArgument for a parameter group that takes all its parameters at once (fused, foreach),
-    and has DTensors besides experts' weights that are none: torch would refuse it in the middle of a step. An
-    optimizer is looked at before its first step."""
-    if optimizer in _looked_at:
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        how = next((name for name in ("fused", "foreach") if group.get(name)), None)
-        trained = [each for each in group["params"] if each.requires_grad]
-        sharded = sum(isinstance(each, DTensor) for each in trained)
-        if how is None or sharded in (0, len(trained)):
-            continue
-        plain = {each for each in trained if not isinstance(each, DTensor)}
-        if any(not plain.isdisjoint(layer.experts.parameters()) for layer in built_layers):
-            raise InvalidArgument(
-                f"the optimizer's parameter group {number} has DTensors, sharded by FSDP2, and weights "
-                f"of experts that are whole on this rank; {how}=True takes one kind: make two groups, "
-                "[{'params': [p for p in model.parameters() if isinstance(p, DTensor)]}, {'params': [p for "
-                "p in model.parameters() if not isinstance(p, DTensor)]}]"
-            )
-    _looked_at.add(optimizer)
-
-
-_looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _looks_wrong(layer: Any, shares: bool) -> bool:
