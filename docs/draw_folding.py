@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from moecomm import InvalidArgument
 from moecomm.parallel import ParallelFolding
+from moecomm.parallel.grid import Grid
 
 SIZES = {
     "tp": "tensor parallel (attention)",
@@ -57,16 +58,11 @@ def describe_rank(folding: ParallelFolding, rank: int, per_node: int, whole: boo
 
 def grids(folding: ParallelFolding) -> dict[str, list[str]]:
     """Returns the dimensions of both grids, the innermost first."""
-    order = folding.order.split("-")
-    expert = {"tp": "etp", "dp": "edp"}
-    return {
-        "dense": [name for name in order if name != "ep"],
-        "expert": [expert.get(name, name) for name in order if name != "cp"],
-    }
+    return {"dense": ["tp", "cp", "dp", "pp"], "expert": ["etp", "ep", "edp", "pp"]}
 
 
 def heading(folding: ParallelFolding, per_node: int) -> Iterable[str]:
-    yield f"world:  {folding.world_size} ranks, order {folding.order} (innermost first)"
+    yield f"world:  {folding.world_size} ranks, the innermost dimensions first"
     yield f"nodes:  {math.ceil(folding.world_size / per_node)} of {per_node} GPUs"
     for title, names in grids(folding).items():
         yield f"{title + ':':<7} {' x '.join(label(folding, name) for name in names)}"
@@ -96,7 +92,9 @@ def table(
     folding: ParallelFolding, names: Sequence[str], stage: int, per_node: int, whole: bool
 ) -> Iterable[str]:
     """Yields the rows of one stage of a grid. Dimensions of one rank are left out, unless all have one."""
-    sizes = {name: folding.size(name) for name in names if name != "pp"}
+    sizes = {name: folding.size(name) for name in names}
+    grid = Grid(tuple(sizes), tuple(sizes.values()))
+    del sizes["pp"]
     column = next((name for name, size in sizes.items() if size > 1), next(iter(sizes)))
     size = step = sizes.pop(column)
     if size > MOST:  # over several rows, a node each if that is about as wide
@@ -116,7 +114,7 @@ def table(
         *at, first = places[number]
         place = {**dict(zip(others, at, strict=True)), "pp": stage}
         ends = min(first + step, size)
-        ranks = [folding.rank_of(**{**place, column: each}) for each in range(first, ends)]
+        ranks = [grid.rank_of({**place, column: each}) for each in range(first, ends)]
         cells = [str(rank) for rank in ranks] + [""] * (step - len(ranks))
         nodes = sorted({rank // per_node for rank in ranks})
         yield row(map(str, places[number][: len(labels)]), cells, span(nodes), wide)
@@ -146,7 +144,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--world", type=int, required=True, metavar="W", help="ranks of the job")
     for name, meaning in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{meaning} (default 1)")
-    parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="dimensions, the innermost first")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(default 8)")
     parser.add_argument("--stage", type=int, default=0, metavar="S", help="the pipeline stage to draw")
     parser.add_argument("--rank", type=int, metavar="R", help="describe this rank and all its groups instead")
@@ -157,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     if per_node < 1:
         parser.error(f"--gpus-per-node is {per_node}, expected an integer from 1")
     try:
-        folding = ParallelFolding(world_size=options.world, **sizes, order=options.order)
+        folding = ParallelFolding(world_size=options.world, **sizes)
         if not 0 <= options.stage < folding.pp:
             parser.error(f"--stage is {options.stage}, expected an integer from 0 to {folding.pp - 1}")
         if options.rank is None:

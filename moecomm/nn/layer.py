@@ -131,7 +131,7 @@ class MoELayer(nn.Module):
             self._part_ids = None if folding is None else expert_ranks.ids_of_parts(config, folding, comm)
             given, config = config, config.for_nodes(comm.nodes if nodes is None else nodes)
             if given.limit_nodes is not None and nodes is None:
-                expert_ranks.require_experts_in_node_order(given, self._part_ids, comm)
+                expert_ranks.require_parts_within_nodes(given, folding, comm)
         except InvalidArgument as error:
             if not together:
                 raise

@@ -6,7 +6,7 @@ rank i holds L = E / EP of these experts, from i * L on. A token's row goes once
 part of one of its experts. The combine sums the results of all parts as if each part were an expert.
 `config` is a MoEConfig, here typed Any because its package, moecomm.nn, imports this one.
 
-Example: 4 experts, EP 2, ETP 2, default order, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
+Example: 4 experts, EP 2, ETP 2, so rank = etp + 2 ep. Rank 1 (etp 1, ep 0) holds the second
 parts of experts 0 and 1; the communicator numbers these 2 and 3. A choice of expert 1 is sent as 1 and 3.
 """
 
@@ -122,27 +122,20 @@ def ids_of_parts(config: Any, folding: ParallelFolding, comm: Communicator) -> T
     an index of -1 selects no part. None if experts are not split."""
     if folding.etp == 1:
         return None
-    count = config.num_experts // folding.ep
-    ids = torch.full((config.num_experts + 1, folding.etp), -1, dtype=torch.int32, device="cpu")
-    for number, rank in enumerate(folding.group_of(LAYER, dist.get_rank())):
-        place = folding.coordinates(rank)
-        held = torch.arange(number * count, (number + 1) * count, dtype=torch.int32, device="cpu")
-        ids[place.ep * count : (place.ep + 1) * count, place.etp] = held
-    return ids.to(comm.device)
+    parts = torch.arange(config.num_experts * folding.etp, dtype=torch.int32, device="cpu")
+    of_ranks = parts.view(folding.ep, folding.etp, -1)  # the parts that each rank of LAYER holds
+    ids = of_ranks.transpose(1, 2).reshape(-1, folding.etp)
+    return torch.cat((ids, torch.full_like(ids[:1], -1))).to(comm.device)
 
 
-def require_experts_in_node_order(config: Any, ids: Tensor | None, comm: Communicator) -> None:
-    """Raises InvalidArgument unless each node holds consecutive experts, equally many, with all their parts,
-    as limit_nodes assumes."""
-    if ids is None:
-        return
-    per_node = comm.num_experts // comm.nodes
-    nodes = ids[:-1].cpu() // per_node
-    wanted = torch.arange(config.num_experts, device="cpu") // (config.num_experts // comm.nodes)
-    if not bool((nodes == wanted.unsqueeze(1)).all()):
+def require_parts_within_nodes(config: Any, folding: ParallelFolding | None, comm: Communicator) -> None:
+    """Raises InvalidArgument unless each node holds all parts of its experts, as limit_nodes assumes."""
+    per_node = comm.size // comm.nodes
+    if folding is not None and per_node % folding.etp:
         raise InvalidArgument(
             f"limit_nodes is {config.limit_nodes}, must be None where the parts of an expert lie on several "
-            "of the nodes: choose an order of the folding in which etp is inside a node, or pass `nodes`"
+            f"nodes: make the folding's etp={folding.etp} a divisor of a node's {per_node} ranks, or pass "
+            "`nodes`"
         )
 
 

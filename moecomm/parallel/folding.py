@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -15,11 +14,10 @@ from moecomm.parallel import meshes
 from moecomm.parallel.grid import Grid
 from moecomm.types import Group
 
-_ORDER = "tp-cp-ep-dp-pp"
-# By dimension of `order`, its name in the dense and in the expert grid. The size of the last follows from the
-# others and world_size.
-_DENSE = {"pp": "pp", "tp": "tp", "cp": "cp", "dp": "dp"}
-_EXPERT = {"pp": "pp", "tp": "etp", "ep": "ep", "dp": "edp"}
+_DENSE = ("tp", "cp", "dp", "pp")
+_EXPERT = ("etp", "ep", "edp", "pp")
+# In this order sizes are divided out of world_size; the size of the last is what is left.
+_DIVIDED = (("pp", "tp", "cp", "dp"), ("pp", "etp", "ep", "edp"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +47,12 @@ class ParallelFolding:
     It is only rank arithmetic, for any number of ranks, and needs no process group or GPU. Only `group`,
     `dense_mesh` and `expert_mesh` use torch.distributed.
 
-    A set of dimensions is named by a string, joined by "-" as in `order`: "ep", "dp-cp", "etp-ep". All names
-    must be of one grid: tp, cp, dp, pp or etp, ep, edp, pp. Their order does not matter.
+    A set of dimensions is named by a string, joined by "-": "ep", "dp-cp", "etp-ep". All names must be of one
+    grid: tp, cp, dp, pp or etp, ep, edp, pp. Their order does not matter.
 
-    Ranks have the positions that Megatron-Core's initialize_model_parallel gives them for the same sizes and
-    `order`. In Megatron-Core, however, ETP defaults to TP, here to 1.
+    The first dimension of a grid is the innermost: its ranks are neighbours. Ranks have the positions that
+    Megatron-Core's initialize_model_parallel gives them for the same sizes and its default order,
+    tp-cp-ep-dp-pp. In Megatron-Core, however, ETP defaults to TP, here to 1.
 
     Attributes:
         world_size: W, ranks of the job.
@@ -62,13 +61,9 @@ class ParallelFolding:
         pp: pipeline stages, of attention and experts alike.
         ep: expert-parallel size: the ranks over which the experts of a layer are spread.
         etp: tensor-parallel size of an expert.
-        order: the dimensions from the innermost, whose ranks are neighbours, to the outermost: each of tp,
-            cp, ep, dp and pp once. The dense grid leaves ep out; the expert grid leaves cp out and reads tp
-            as etp and dp as edp.
 
     Raises:
-        InvalidArgument: a size is not a positive integer, or does not divide the remaining ranks; `order` has
-            other names, or gives attention and experts different pipeline groups.
+        InvalidArgument: a size is not a positive integer, or does not divide the remaining ranks.
     """
 
     world_size: int
@@ -77,20 +72,11 @@ class ParallelFolding:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    order: str = _ORDER
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "order":
-                require_integer(name, value, 1)
-        names = _ORDER.split("-")
-        if not isinstance(self.order, str) or sorted(self.order.split("-")) != sorted(names):
-            raise InvalidArgument(
-                f"order is {self.order!r}, expected each of {', '.join(names)} once, joined by '-', the "
-                f"innermost first, such as {_ORDER!r}; one of size 1 may stand anywhere"
-            )
-        for grid_names in (_DENSE, _EXPERT):
-            *sizes, rest = grid_names.values()
+            require_integer(name, value, 1)
+        for *sizes, rest in _DIVIDED:
             left, divided = self.world_size, ""
             for name in sizes:
                 size = getattr(self, name)
@@ -103,13 +89,6 @@ class ParallelFolding:
                     )
                 left //= size
                 divided += f" * {name}" if divided else name
-        dense, expert = (grid.stride("pp") for grid in self._grids)
-        if self.pp > 1 and dense != expert:
-            raise InvalidArgument(
-                f"order is {self.order!r}, which gives attention and experts different pipeline groups: "
-                f"neighbouring stages are {dense} ranks apart in the dense grid and {expert} in the expert "
-                "grid, expected equally many, as they are in any order that ends with pp"
-            )
 
     @property
     def dp(self) -> int:
@@ -128,13 +107,9 @@ class ParallelFolding:
 
     @cached_property
     def _grids(self) -> tuple[Grid, Grid]:
-        """The dense and the expert grid, in the `order`, like Megatron-Core's two RankGenerators."""
-
-        def grid(grid_names: dict[str, str]) -> Grid:
-            names = tuple(grid_names[each] for each in self.order.split("-") if each in grid_names)
-            return Grid(names, tuple(getattr(self, name) for name in names))
-
-        return grid(_DENSE), grid(_EXPERT)
+        """The dense and the expert grid, like Megatron-Core's two RankGenerators."""
+        dense, expert = (Grid(names, tuple(getattr(self, n) for n in names)) for names in (_DENSE, _EXPERT))
+        return dense, expert
 
     def size(self, dims: str) -> int:
         """Returns the number of ranks in a group over a set of dimensions."""
@@ -146,14 +121,6 @@ class ParallelFolding:
         require_integer("rank", rank, 0, self.world_size - 1)
         dense, expert = self._grids
         return Coordinates(**{**dense.coordinates(rank), **expert.coordinates(rank)})
-
-    def rank_of(self, **place: int) -> int:
-        """Returns the rank at a position of one grid, such as tp=1, dp=3 or ep=5, pp=2; omitted dimensions
-        count as 0."""
-        grid = self._grid_of(place, "place", place)
-        for name, at in place.items():
-            require_integer(name, at, 0, self.size(name) - 1)
-        return grid.rank_of(place)
 
     def groups(self, dims: str) -> tuple[tuple[int, ...], ...]:
         """Returns all groups over a set of dimensions, ordered by first rank; ranks ascend within each."""
@@ -185,8 +152,7 @@ class ParallelFolding:
         return meshes.group(self, name)
 
     def dense_mesh(self, device_type: str) -> DeviceMesh:
-        """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, outermost first. For
-        another `order` of the folding, the dimensions are those of that order, reversed.
+        """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, outermost first.
 
         It has the process groups that `group` returns, and is made and kept like them, with the same errors.
         device_type: "cuda" or "cpu", without an index.
@@ -201,15 +167,10 @@ class ParallelFolding:
     def _parse(self, dims: str) -> tuple[Grid, list[str]]:
         """Returns the grid to which a set of dimensions belongs, and their names."""
         names = dims.split("-") if isinstance(dims, str) else []
-        return self._grid_of(names, "dims", dims), names
-
-    def _grid_of(self, names: Iterable[str], argument: str, given: object) -> Grid:
-        found = list(names)
         for grid in self._grids:
-            if found and set(found) <= set(grid.names) and len(set(found)) == len(found):
-                return grid
-        dense, expert = ("-".join(grid.names) for grid in self._grids)
+            if names and set(names) <= set(grid.names) and len(set(names)) == len(names):
+                return grid, names
         raise InvalidArgument(
-            f"{argument} is {given!r}, expected dimensions of one grid, each once: some of {dense} (dense) "
-            f"or of {expert} (experts)"
+            f"dims is {dims!r}, expected dimensions of one grid, each once: some of {'-'.join(_DENSE)} "
+            f"(dense) or of {'-'.join(_EXPERT)} (experts)"
         )

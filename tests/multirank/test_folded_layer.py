@@ -36,7 +36,7 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.parallel import ParallelFolding, meshes
-from moecomm.parallel.expert_ranks import require_experts_in_node_order
+from moecomm.parallel.expert_ranks import require_parts_within_nodes
 from moecomm.parallel.meshes import new_group
 from moecomm.train import replicas
 from tests.multirank.catching import refused
@@ -52,9 +52,8 @@ TOKENS = [3, 9, 6, 0, 4, 1, 5, 2]
 MAX_TOKENS = 10
 FOLDINGS: dict[str, dict[str, Any]] = {
     "etp 2, ep 2": {"tp": 2, "etp": 2, "ep": 2},
-    "etp 2, ep 2, ep innermost": {"etp": 2, "ep": 2, "order": "ep-tp-cp-dp-pp"},
     "etp 2, edp 2": {"cp": 2, "etp": 2},
-    "etp 2, edp 2, edp innermost": {"tp": 2, "etp": 2, "order": "dp-tp-cp-ep-pp"},
+    "tp 2, etp 2, edp 2": {"tp": 2, "etp": 2},
     "etp 4": {"tp": 4, "etp": 4},
     "ep 4 over tp 2 and cp 2": {"tp": 2, "cp": 2, "ep": 4},
 }
@@ -247,7 +246,7 @@ def model_of(moe: MoELayer) -> Any:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks(4)
 def test_wrappers_average_alike(rank: int, world_size: int, kind: str, seed: int) -> None:
-    folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, edp 2, edp innermost"])
+    folding = ParallelFolding(world_size=world_size, **FOLDINGS["tp 2, etp 2, edp 2"])
     case = CASES["biases in halves, in order"] if kind == "ddp" else CASES["shared experts, losses"]
     case = Case({**case.options, "aux_loss": "none", "aux_loss_coef": 0.0, "z_loss_coef": 0.0}, case.overlap)
     layer, alone = layers(rank, folding, case, seed)
@@ -325,7 +324,7 @@ def trained(
 def test_checkpoints(rank: int, world_size: int, activation: str, tmp_path: Path, seed: int) -> None:
     """Parts are saved as whole experts, which one process reads, and another folding; and back."""
     case = Case({"activation": activation, "bias": True})
-    model, optimizer, alone = trained(rank, FOLDINGS["etp 2, ep 2, ep innermost"], case, seed)
+    model, optimizer, alone = trained(rank, FOLDINGS["etp 2, ep 2"], case, seed)
     dcp.save(sharded_state(model, optimizer), checkpoint_id=f"{tmp_path}/parts")
     whole = model_of(alone)
     whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
@@ -421,13 +420,12 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: int, world_size: int) -
         }
         for text, call in calls.items():
             refused(call, begins=text)
-        # Experts in the order of nodes, each whole within one: of two, but not of four with one rank each.
+        # Each expert is whole within one node: of two, but not of four with one rank each.
         limited = Case({"limit_nodes": 1}).config
-        ids = layers[0]._part_ids
-        require_experts_in_node_order(limited, ids, SimpleNamespace(nodes=2, num_experts=24))  # type: ignore[arg-type]
-        four: Any = SimpleNamespace(nodes=4, num_experts=24)
+        require_parts_within_nodes(limited, folding, SimpleNamespace(nodes=2, size=4))  # type: ignore[arg-type]
+        four: Any = SimpleNamespace(nodes=4, size=4)
         begins = "limit_nodes is 1, must be None where"
-        refused(lambda: require_experts_in_node_order(limited, ids, four), begins=begins)
+        refused(lambda: require_parts_within_nodes(limited, folding, four), begins=begins)
         for parameter in layers[0].router.parameters():
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         refused(lambda: sync_gradients(layers[0]), "is split by tensor parallelism")

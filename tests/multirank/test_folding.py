@@ -27,17 +27,17 @@ NEXT, APART = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 ALL = ((0, 1, 2, 3),)
 # Each folding of 4 ranks, and by hand the groups over sets of dimensions.
 FOLDINGS: dict[str, tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], ...]]]] = {
-    "the default order": (
+    "one group of experts": (
         {"tp": 2, "ep": 4},
         {"tp": NEXT, "cp": ALONE, "dp": APART, "dp-cp": APART, "ep": ALL, "etp": ALONE, "edp": ALONE},
     ),
     "replicas of experts": (
-        {"tp": 2, "ep": 2, "order": "ep-dp-tp-cp-pp"},
-        {"tp": APART, "dp": NEXT, "tp-dp": ALL, "ep": NEXT, "edp": APART, "etp-ep": NEXT, "pp": ALONE},
+        {"tp": 2, "ep": 2},
+        {"tp": NEXT, "dp": APART, "tp-dp": ALL, "ep": NEXT, "edp": APART, "etp-ep": NEXT, "pp": ALONE},
     ),
-    "stages innermost": (
-        {"cp": 2, "pp": 2, "etp": 2, "order": "pp-tp-cp-ep-dp"},
-        {"pp": NEXT, "cp": APART, "dp": ALONE, "etp": APART, "ep": ALONE, "edp": ALONE, "etp-pp": ALL},
+    "stages": (
+        {"cp": 2, "pp": 2, "etp": 2},
+        {"pp": APART, "cp": NEXT, "dp": ALONE, "etp": NEXT, "ep": ALONE, "edp": ALONE, "etp-pp": ALL},
     ),
 }
 
@@ -55,9 +55,7 @@ def test_groups_sum_over_their_ranks(rank: int, world_size: int, name: str) -> N
 
 
 def check_meshes(rank: int, folding: ParallelFolding) -> None:
-    outer_first = folding.order.split("-")[::-1]
-    in_expert = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
-    dims = [name for name in outer_first if name != "ep"], [in_expert[n] for n in outer_first if n != "cp"]
+    dims = ["pp", "dp", "cp", "tp"], ["pp", "edp", "ep", "etp"]
     for mesh, wanted in zip((folding.dense_mesh("cpu"), folding.expert_mesh("cpu")), dims, strict=True):
         assert list(mesh.mesh_dim_names or ()) == wanted and mesh.device_type == "cpu"
         assert sorted(mesh.mesh.flatten().tolist()) == [0, 1, 2, 3]
