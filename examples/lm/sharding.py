@@ -125,8 +125,7 @@ def _shard(
         return Shard(1 if by_row and parameter.shape[1] % folding.edp == 0 else 0)
 
     if folding.edp > 1:
-        mesh = folding.expert_mesh(device.type)["edp"]
-        fully_shard_experts(model, mesh, routers=False, mp_policy=of_experts, shard_placement_fn=place)
+        fully_shard_experts(model, routers=False, mp_policy=of_experts, shard_placement_fn=place)
     else:
         whole |= set(filter(is_expert_parameter, model.parameters()))
     for part in list(model.modules()):

@@ -42,7 +42,7 @@ from moecomm.train.replicas import (
     require_equal,
     shard_over,
 )
-from moecomm.types import AnyGroup, as_group
+from moecomm.types import AnyGroup
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -92,12 +92,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
 
 
 def fully_shard_experts(
-    model: nn.Module,
-    mesh: DeviceMesh | None = None,
-    *,
-    group: AnyGroup | None = None,
-    routers: bool = True,
-    **options: Any,
+    model: nn.Module, *, group: AnyGroup | None = None, routers: bool = True, **options: Any
 ) -> None:
     """Shards the experts of a model's MoELayers with FSDP2, each over the ranks that hold the same experts.
 
@@ -109,17 +104,21 @@ def fully_shard_experts(
 
     Args:
         model: has the MoELayers.
-        mesh: a mesh of the ranks that hold the same experts, in one dimension; None: derived from layers.
         group: all ranks that hold the model, as in `prepare_ddp`.
         routers: True: routers are FSDP units too, each of up to eight, over all ranks, without your
             `mp_policy`, which would round their weights. False: a router joins its outer unit; if that one's
             `mp_policy` has a param_dtype, a forward raises InvalidArgument.
-        options: those of torch.distributed.fsdp.fully_shard; `mp_policy` does not change the experts' inputs.
+        options: those of torch.distributed.fsdp.fully_shard except `mesh`, which the layers know; `mp_policy`
+            does not change the experts' inputs.
 
     Experts without replicas stay whole; with `mp_policy` or `offload_policy` they become DTensors over one
-    rank. Raises InvalidArgument, on all ranks, for a mesh of other ranks, main_grad, and a parameter that
-    experts share with another part of the model or with the experts of all ranks.
+    rank. Raises InvalidArgument, on all ranks, for `mesh`, main_grad, and a parameter that experts share with
+    another part of the model or with the experts of all ranks.
     """
+    if "mesh" in options:
+        raise InvalidArgument(
+            "mesh is given, must be left out: the layers know which ranks hold the same experts"
+        )
     parts = ModelParts(model)
     parts.refuse_shared_with_experts()
     _refuse_main_grad(model, "fully_shard")
@@ -129,16 +128,8 @@ def fully_shard_experts(
     group = model_group(parts.layers, group)
     everyone, replicas = group or dist.group.WORLD, find_replicas(parts.layers, group)
     assert everyone is not None
-    over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     of_router: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     of_router |= {n: options[n] for n in ("reshard_after_forward", "offload_policy") if n in options}
-    for layer in parts.layers:  # before anything is sharded
-        held = replicas[layer.comm].ranks
-        if over not in (None, held):
-            raise InvalidArgument(
-                f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
-                "layers know"
-            )
     whole = [layer for layer in parts.layers if not _has_dtensors(layer.router)]
     if routers:
         for first in range(0, len(whole), _ROUTERS):
@@ -154,7 +145,7 @@ def fully_shard_experts(
         held = replicas[comm].ranks
         if isinstance(experts, FSDPModule):
             continue
-        own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh
+        own = DeviceMesh.from_group(replicas[comm].group, comm.device.type)
         if len(held) == 1 and not {"mp_policy", "offload_policy"} & options.keys():
             _leave_whole(experts, comm.size, own)
             continue

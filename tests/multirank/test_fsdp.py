@@ -170,34 +170,6 @@ def test_mixed_precision_rounds_no_router(
     plain.comm.close()
 
 
-@pytest.mark.parametrize("how", ["fused", "foreach"])
-@on_ranks(2)
-def test_optimizers_that_take_all_parameters_at_once(rank: int, world_size: int, how: str, seed: int) -> None:
-    """They step on sharded weights and on experts that are whole in two groups; torch refuses one."""
-    torch.manual_seed(seed)
-    layer = MoELayer(MoEConfig(**SIZES), max_tokens=8)
-    with layer.comm:
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16), layer)
-        fully_shard_experts(model)
-        fully_shard(model)
-        twin = {name: torch.nn.Parameter(_local(each).clone()) for name, each in model.named_parameters()}
-        model(tokens_of(rank, 6, torch.float32, seed)[0]).square().sum().backward()
-        for name, each in model.named_parameters():
-            twin[name].grad = _local(each.grad).clone()
-        sharded, whole = (
-            [p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)
-        )
-        assert sharded and whole
-        before = [_local(each).clone() for each in model.parameters()]
-        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-            torch.optim.AdamW(model.parameters(), **{how: True}).step()
-        assert all(map(torch.equal, before, map(_local, model.parameters())))
-        torch.optim.AdamW([{"params": sharded}, {"params": whole}], **{how: True}).step()
-        torch.optim.AdamW(twin.values()).step()
-        for name, each in model.named_parameters():
-            assert_close(_local(each), twin[name])
-
-
 @on_ranks(2)
 def test_a_router_that_an_outer_unit_rounds(rank: int, world_size: int, seed: int) -> None:
     torch.manual_seed(seed)
