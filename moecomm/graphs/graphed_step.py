@@ -29,6 +29,8 @@ from moecomm.nn.router import rows_at_worst
 from moecomm.types import AnyGroup, DispatchOutput, Group, as_group
 
 _log = logging.getLogger(__name__)
+_REPORT_EVERY = 100
+"""Of so many overflows one is logged, the first of all among them."""
 
 
 class Needed(NamedTuple):
@@ -96,14 +98,13 @@ class GraphedStep:
             bring.
         grows: after a step whose rows did not fit, the next call captures the step anew. All layers get room
             for `headroom` times (at least once) what the fullest needed, relative to balanced routing. Each
-            capture costs the warm-up, and larger tensors.
+            capture costs the warm-up, and larger tensors. Without it a warning is logged for the first
+            overflow, then for each hundredth after it.
         group: the ranks that agree; contains all ranks with which `step_fn` communicates. None: the only
             group of all layers' communicators; then no layer may have aux_loss "sequence" or "global". If
             ranks share experts of transformers, None means all ranks: copies of the experts run together.
         warmup: number of runs before the first capture; at least one. Later captures take one. They change
             no state.
-        report_every: without `grows` a warning is logged for the first overflow, then for each
-            `report_every`-th after it.
         recorder: records and replays the step; None: as a CUDA graph.
 
     A call raises InvalidArgument, on this rank alone, if inputs have another shape, dtype or device than at
@@ -130,7 +131,6 @@ class GraphedStep:
         grows: bool = False,
         group: AnyGroup | None = None,
         warmup: int = 2,
-        report_every: int = 100,
         recorder: Recorder | None = None,
     ) -> None:
         own, layers = layers_of(model), experts_of(model)
@@ -147,11 +147,10 @@ class GraphedStep:
         self.device = layers[0].comm.device
         if recorder is None:
             require_gpu(self.device)
-        for name, value, least in (("warmup", warmup, 1), ("report_every", report_every, 1)):
-            require_integer(name, value, least)
+        require_integer("warmup", warmup, 1)
         require_number("headroom", headroom, lambda number: number > 0, "more than 0")
         self.headroom, self.grows = headroom, grows
-        self.warmup, self.report_every = warmup, report_every
+        self.warmup = warmup
         self.replays = self.overflows = self.captures = 0
         self.last_needed: Needed | None = None
         self._step_fn, self._model, self._layers, self._own = step_fn, model, layers, own
@@ -199,7 +198,7 @@ class GraphedStep:
             if needed is not None:
                 self.overflows += 1
                 self.last_needed = needed
-                if not self.grows and (self.overflows - 1) % self.report_every == 0:
+                if not self.grows and self.overflows % _REPORT_EVERY == 1:
                     _log.warning("a step ran again without graph: %s", self.report())
                 self._copy_inputs(inputs)  # the replay may have changed them
                 done = self._rerun_eager(before)

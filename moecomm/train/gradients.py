@@ -67,7 +67,6 @@ def sync_gradients(
 
     def check() -> list[str]:
         _require_gradients(parts)
-        _refuse_sparse(parts)
         owners = parts.owners
         if dist.is_initialized():
             _refuse_ddp(parts)
@@ -155,8 +154,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, *, pp_group: AnyGroup | No
             Layers whose folding has several stages need it.
 
     Raises InvalidArgument for deferred gradients, and a parameter of experts that another part of the model
-    shares. If one rank alone raises, the others wait until the process group's deadline; `sync_gradients`,
-    which comes before, raises these errors on all ranks.
+    shares; Unsupported for sparse gradients. If one rank alone raises, the others wait until the process
+    group's deadline; `sync_gradients`, which comes before, raises these errors on all ranks.
     """
     pp_group = as_group(pp_group, "pp_group")
     require_number("max_norm", max_norm, lambda number: number >= 0, "at least 0")
@@ -182,7 +181,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, *, pp_group: AnyGroup | No
     gradients = [local(each) for each in map(_found_gradient, scaled) if each is not None]
     for alike in _lists(gradients):
         first, factor = alike[0], scale.to(alike[0].device)
-        if first.dtype is torch.float16 and first.layout is torch.strided:
+        if first.dtype is torch.float16:
             # GPUs cast a 0-d scale to float16, whose least number is 6e-8, but not a scale with dimensions.
             for gradient in alike:
                 gradient.mul_(factor.float().view([1] * gradient.dim()))
@@ -227,8 +226,6 @@ def _squares(parts: ModelParts) -> dict[tuple[Group, ...], Tensor]:
         of_groups = gradients.setdefault(groups, [])
         gradient = _found_gradient(parameter) if parameter.requires_grad else None
         if gradient is not None and (own := local(gradient)).numel():
-            # DDP allows sparse gradients. Made dense, they have a norm with the bits of a dense gradient's.
-            own = own if own.layout is torch.strided else own.to_dense()
             of_groups.append(torch.view_as_real(own) if own.is_complex() else own)
     return {groups: _square(each, parts.zero) for groups, each in gradients.items()}
 
@@ -245,11 +242,11 @@ def _square(gradients: list[Tensor], zero: Tensor) -> Tensor:
 
 
 def _lists(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors in lists of one type, layout, dtype and device. torch's functions of a whole list
+    """Returns the tensors in lists of one type, dtype and device. torch's functions of a whole list
     of tensors take the host little longer than those of one."""
     found: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((type(tensor), tensor.layout, tensor.dtype, tensor.device), []).append(tensor)
+        found.setdefault((type(tensor), tensor.dtype, tensor.device), []).append(tensor)
     return list(found.values())
 
 
@@ -272,25 +269,24 @@ def _require_same_experts(
 
 
 def _require_gradients(parts: ModelParts) -> None:
-    """Refuses deferred gradients, and parameters used in experts and elsewhere. Copies expanded gradients."""
+    """Refuses deferred and sparse gradients, and parameters used in experts and elsewhere. Copies expanded
+    gradients."""
     if any(layer.has_pending_weights for layer in parts.layers):
         raise InvalidArgument(
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
     parts.refuse_shared_with_experts()
-    for each in parts.named.values():  # a grad set by hand may be expanded, and nothing can write to it
-        if each.grad is not None and each.grad.layout is torch.strided and 0 in each.grad.stride():
-            each.grad = each.grad.clone(memory_format=torch.contiguous_format)
-
-
-def _refuse_sparse(parts: ModelParts) -> None:
-    for name, parameter in parts.named.items():
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+    for name, each in parts.named.items():
+        if each.grad is None:
+            continue
+        if each.grad.layout is not torch.strided:
             raise Unsupported(
-                f"the gradient of {name} is sparse ({parameter.grad.layout}), must be dense for "
-                "sync_gradients: build its module with sparse=False"
+                f"the gradient of {name} is sparse ({each.grad.layout}), must be dense: build its module "
+                "with sparse=False"
             )
+        if 0 in each.grad.stride():  # set by hand it may be expanded, and nothing can write to it
+            each.grad = each.grad.clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_ddp(parts: ModelParts) -> None:

@@ -156,6 +156,8 @@ def test_an_error_of_one_rank_is_told(rank: int, world: int, seed: int) -> None:
         if rank == 1 and gradient is not None:
             model.first.weight.grad = gradient.to_sparse()
         told("Unsupported", "the gradient of first.weight")
+        if rank == 1:
+            refused(lambda: clip_grad_norm(model, 1.0), "is sparse", name="Unsupported")
         model.first.weight.grad = gradient
         sync_gradients(model)
         norms: list[Tensor] = [torch.zeros((), dtype=torch.float64)] * 2

@@ -453,14 +453,13 @@ def test_errors_and_warnings(rank: int, world_size: int, seed: int) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("moecomm").addHandler(handler)
-    step = case.step(model, report_every=3, warmup=1)
+    step = case.step(model, warmup=1)
     for _ in range(5):
         step(x_TH)
     logging.getLogger("moecomm").removeHandler(handler)
     assert (step.replays, step.overflows) == (5, 5)
-    assert len(warnings) == 2, warnings
+    assert len(warnings) == 1, warnings
     assert "1 run again without graph" in warnings[0]
-    assert "4 run again without graph" in warnings[1]
     refused(lambda: step(x_TH[1:]), begins="input 0 is torch.float64 (11, 16)")
     refused(lambda: step(x_TH, x_TH), begins="2 inputs")
     refused(lambda: step(3), begins="input 0 is int")

@@ -350,32 +350,6 @@ def test_wrappers_that_mix_experts_are_refused(rank: int, world_size: int, ep: i
             refused(fsdp, "fully_shard_experts(model)")
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@on_ranks(2)
-def test_a_sparse_gradient_is_clipped_as_a_dense_one(
-    rank: int, world_size: int, twice: bool, seed: int
-) -> None:
-    """Rank 1 alone has it: no rank waits, and norms and gradients have the bits of dense ones."""
-    torch.manual_seed(seed)
-    words = torch.nn.Embedding(5, 16, dtype=torch.float64)
-    model = torch.nn.Sequential(words, build(seed))
-    with model[1].comm:
-        model(torch.tensor([rank, 3, 3])).square().sum().backward()
-        sync_gradients(model)
-        before = [each.grad.clone() for each in model.parameters()]
-        want = clip_grad_norm(model, 1e-3), [each.grad for each in model.parameters()]
-        for parameter, gradient in zip(model.parameters(), before, strict=True):
-            parameter.grad = gradient
-        if rank == 1:
-            found, times = words.weight.grad.to_sparse(), 2 if twice else 1
-            where, values = found.indices().repeat(1, times), (found.values() / times).repeat(times)
-            words.weight.grad = torch.sparse_coo_tensor(where, values, (5, 16))
-        norm = clip_grad_norm(model, 1e-3)
-        assert torch.equal(norm, want[0]), (norm, want[0])
-        for parameter, gradient in zip(model.parameters(), want[1], strict=True):
-            assert torch.equal(parameter.grad.to_dense(), gradient)
-
-
 @on_ranks(1)
 def test_a_communicator_is_not_copied(rank: int, world_size: int, seed: int) -> None:
     layer = build(seed)
