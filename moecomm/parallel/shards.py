@@ -69,7 +69,7 @@ def _place(experts: nn.Module, grouped: Any, prefix: str, new: Sequence[nn.Param
             )
         within = name.removeprefix(prefix)
         if grouped is not None and (grouped.has_all or grouped.is_per_expert(within, shard) is False):
-            continue  # all ranks have the same parameter, for example one adapter of all experts
+            continue  # all ranks have the same parameter
         if allowed != set(ranks := ranks_of_shards(shard)):
             held = record_of(experts) if grouped is None else grouped.held
             raise mixed_shards_error(f"{name} of the experts", ranks, held)

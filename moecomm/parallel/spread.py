@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,32 +21,34 @@ built_layers: weakref.WeakSet[Any] = weakref.WeakSet()
 """The MoELayers of this process."""
 
 
-class Shares(NamedTuple):
-    """The parameters of a layer's experts, by their names in `layer.experts`."""
-
-    spread: dict[str, nn.Parameter]
-    """Those of this rank's experts alone: in a custom module all, in GroupedExperts those with a part for
-    each expert, and marked parameters."""
-    common: dict[str, nn.Parameter]
-    """The others, which all ranks share, such as one adapter of all experts."""
-
-
-def shares_of(layer: Any) -> Shares:
-    """Returns the Shares of a layer's experts."""
-    (experts, prefix), shares = grouped_in(layer.experts), Shares({}, {})
+def spread_parameters(layer: Any) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a layer's experts that are of this rank's experts alone, by their names in
+    `layer.experts`: in a custom module all, in GroupedExperts those with a part for each expert, and marked
+    ones. Raises InvalidArgument for others if experts are spread over ranks: nothing would average those."""
+    (experts, prefix), found = grouped_in(layer.experts), {}
     for name, parameter in layer.experts.named_parameters():
         of_each: bool | None = True
         if experts is not None and not is_expert_parameter(parameter):
             of_each = experts.is_per_expert(name.removeprefix(prefix), parameter)
-        if of_each is None and layer.comm.size > 1:
-            raise InvalidArgument(
-                f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is the "
-                f"{experts.num_local_experts} experts of this rank, and could be a part for each of them or "
-                "one for the experts of all ranks: say it, moecomm.nn.mark_adapter(module, per_expert=...) "
-                "with the module that has it"
-            )
-        shares[0 if of_each else 1][name] = parameter
-    return shares
+        if not of_each and layer.comm.size > 1:
+            raise _not_of_each(name, parameter, experts.num_local_experts, known=of_each is not None)
+        if of_each is not False:
+            found[name] = parameter
+    return found
+
+
+def _not_of_each(name: str, parameter: Tensor, local: int, known: bool) -> InvalidArgument:
+    shape = f"experts.{name} has shape {tuple(parameter.shape)}"
+    if known:
+        return InvalidArgument(
+            f"{shape}, and counts as one for the experts of all ranks, must have a part for each of the "
+            f"{local} experts of this rank, in a first dimension of that size"
+        )
+    return InvalidArgument(
+        f"{shape}, whose first dimension is the {local} experts of this rank, and could be a part for each "
+        "of them or one for the experts of all ranks: say it, moecomm.nn.mark_adapter(module, "
+        "per_expert=...) with the module that has it"
+    )
 
 
 # -- the check before an optimizer's step ------------------------------------------------------------------
@@ -96,12 +98,12 @@ def _looks_wrong(layer: Any, shares: bool) -> bool:
 
 def _averages_nothing(layer: Any) -> bool:
     """True if this rank trains weights of its own experts, and neither DDP nor FSDP2 averages their gradients
-    in the backward. An adapter that all ranks share is averaged like a dense weight."""
+    in the backward."""
     trained = (each for each in layer.experts.parameters() if each.requires_grad)
     marks = (AVERAGED_BY_DDP, DIVIDED)
     if any(isinstance(each, DTensor) or any(hasattr(each, mark) for mark in marks) for each in trained):
         return False
-    return any(each.requires_grad for each in shares_of(layer).spread.values())
+    return any(each.requires_grad for each in spread_parameters(layer).values())
 
 
 register_optimizer_step_pre_hook(_check_step)

@@ -30,7 +30,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.parameters import AVERAGED_BY_DDP, DIVIDED, mark_expert_parameter
 from moecomm.nn.layer import MoELayer, layers_of
 from moecomm.parallel.grid import Ranks
-from moecomm.parallel.spread import shares_of
+from moecomm.parallel.spread import spread_parameters
 from moecomm.train.drift import watch_drift
 from moecomm.train.model_parts import ModelParts
 from moecomm.train.replicas import (
@@ -38,8 +38,6 @@ from moecomm.train.replicas import (
     find_replicas,
     model_group,
     ranks_of,
-    refuse_common,
-    require_equal,
     shard_over,
 )
 from moecomm.types import AnyGroup
@@ -70,7 +68,6 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     parts.refuse_shared_with_experts()
     if any(isinstance(parameter, DTensor) for parameter in parts.named.values()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
-    require_equal(parts, group)
     # If two modules share an expert, its weights have a name in each.
     named = model.named_parameters(remove_duplicate=False)
     ignored = {name for name, parameter in named if parameter in owners}
@@ -122,7 +119,6 @@ def fully_shard_experts(
     parts = ModelParts(model)
     parts.refuse_shared_with_experts()
     _refuse_main_grad(model, "fully_shard")
-    refuse_common(parts)
     if (policy := options.get("mp_policy")) is not None:
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)
     group = model_group(parts.layers, group)
@@ -259,7 +255,7 @@ def _before_forward(layers: Sequence[MoELayer], wrapper: nn.Module, args: Any) -
         return
     setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
     for layer in layers:
-        for name, parameter in shares_of(layer).spread.items():
+        for name, parameter in spread_parameters(layer).items():
             if not parameter.requires_grad:
                 continue
             average: _ReplicaAverage | None = getattr(parameter, AVERAGED_BY_DDP, None)

@@ -24,7 +24,7 @@ from moecomm.parallel import ParallelFolding
 from moecomm.train.agreement import agree, agree_by_holders
 from moecomm.train.drift import forget_bits, router_bits
 from moecomm.train.model_parts import ModelParts, local, zero_gradient
-from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of, require_equal
+from moecomm.train.replicas import Replicas, find_replicas, model_group, ranks_of
 from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
@@ -58,8 +58,8 @@ def sync_gradients(
     MismatchedArguments if parameters differ, or some ranks have frozen them, or a router's weights differ,
     which hosts that do not wait for GPUs find in the first call at once and later one call late. They raise
     InvalidArgument for groups that do not fit the layers, parameters that fully_shard has sharded over a part
-    of `group`, a parameter shared by experts and another part of the model, a parameter that all experts
-    share and that starts different on some ranks, a model under DistributedDataParallel, deferred gradients
+    of `group`, a parameter shared by experts and another part of the model, a parameter that the experts
+    of all ranks share, a model under DistributedDataParallel, deferred gradients
     (`backward_weights`), and plain tensors marked as split by tensor parallelism (`tensor_model_parallel`). A
     sparse gradient raises Unsupported, and InvalidArgument on ranks that have none.
     """
@@ -70,7 +70,7 @@ def sync_gradients(
         owners = parts.owners
         if dist.is_initialized():
             _refuse_ddp(parts)
-        experts = {each for layer in parts.layers for each in parts.shares_of(layer).spread.values()}
+        experts = {each for layer in parts.layers for each in parts.spread_of(layer).values()}
         experts |= owners.keys()
         return [_words(name, each) for name, each in parts.named.items() if each not in experts]
 
@@ -90,7 +90,6 @@ def sync_gradients(
             "out on all ranks or none"
         )
     replicas = find_replicas(parts.layers, group)
-    require_equal(parts, group)
     owners, size, ranks = parts.owners, dist.get_world_size(group), ranks_of(group)
     _require_same_experts(parts, group, replicas)
     sums: dict[Group | None, list[Tensor]] = {}
@@ -263,7 +262,7 @@ def _require_same_experts(
     train different parameters of them."""
     layers = [layer for layer in parts.layers if len(replicas[layer.comm].blocks) > 1]
     if layers:
-        words = [[_words(*each) for each in parts.shares_of(layer).spread.items()] for layer in layers]
+        words = [[_words(*each) for each in parts.spread_of(layer).items()] for layer in layers]
         about = "ranks that hold the same experts average different parameters of these"
         agree_by_holders(group, parts.device, about, [layer.comm.rank for layer in layers], words)
 

@@ -16,7 +16,7 @@ from moecomm.kernels.parameters import is_expert_parameter
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.parallel.shards import refuse_mixed_shards
-from moecomm.parallel.spread import Shares, shares_of
+from moecomm.parallel.spread import spread_parameters
 
 
 class ModelParts:
@@ -28,14 +28,14 @@ class ModelParts:
         modules: all modules, each once, with its first name.
         layers: the MoELayers among them.
         named: all parameters by name, each once, as `model.named_parameters()` yields them.
-        shares_of: `moecomm.parallel.spread.shares_of`, which is computed once for each layer.
+        spread_of: `moecomm.parallel.spread.spread_parameters`, computed once for each layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
         self.modules: dict[nn.Module, str] = {}
         self.named: dict[str, nn.Parameter] = {}
-        self.shares_of: Callable[[MoELayer], Shares] = functools.cache(shares_of)
+        self.spread_of: Callable[[MoELayer], dict[str, nn.Parameter]] = functools.cache(spread_parameters)
         seen: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():  # marks the experts' parameters
             if isinstance(module, FSDPModule):
@@ -73,23 +73,16 @@ class ModelParts:
         """The parameters that differ between ranks, each with its layer.
 
         They are asked of the layers, since the parameters with which FSDP replaces others have no mark.
-        Experts that every rank holds are left out, and parameters that the experts of all ranks share.
-        Raises InvalidArgument for such a parameter if experts are split over ETP ranks, for experts that
-        fully_shard has sharded over ranks that hold other experts, and for parameters that are marked as an
-        expert's outside of MoELayers.
+        Experts that every rank holds are left out. Raises InvalidArgument for a parameter that the experts of
+        all ranks share, for experts that fully_shard has sharded over ranks that hold other experts, and for
+        parameters that are marked as an expert's outside of MoELayers.
         """
         owners: dict[nn.Parameter, MoELayer] = {}
         marked = {parameter: name for name, parameter in self.named.items() if is_expert_parameter(parameter)}
         for module in self.modules:
             if isinstance(module, MoELayer) and module.comm.size > 1:
                 refuse_mixed_shards(module.experts)
-                spread, common = self.shares_of(module)
-                owners |= dict.fromkeys(spread.values(), module)
-                if common and module.folding is not None and module.folding.etp > 1:
-                    raise InvalidArgument(
-                        f"{says_common(module, *list(common.items())[-1])}, and cannot be with "
-                        f"folding.etp={module.folding.etp}, where ranks hold parts of experts: {INSTEAD}"
-                    )
+                owners |= dict.fromkeys(self.spread_of(module).values(), module)
             elif isinstance(module, MoELayer) or (isinstance(module, GroupedExperts) and module.has_all):
                 of_all = module.experts if isinstance(module, MoELayer) else module
                 for parameter in of_all.parameters():
@@ -108,9 +101,7 @@ class ModelParts:
         too: its gradient would need averages over different ranks. The experts module itself may have two
         names."""
         roots = {layer.experts: layer for layer in self.spread_layers}
-        own = {
-            each: (root, name) for root in roots for name, each in self.shares_of(roots[root]).spread.items()
-        }
+        own = {each: (root, name) for root in roots for name, each in self.spread_of(roots[root]).items()}
         inside = {module for root in roots for module in root.modules()}
         for module, path in self.modules.items():
             if module in inside:
@@ -138,15 +129,3 @@ def local(tensor: Tensor) -> Tensor:
 def zero_gradient(parameter: Tensor) -> Tensor:
     """Returns zeros in the dtype that torch allows as the parameter's gradient."""
     return torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
-
-
-INSTEAD = "give each expert one of its own, in a first dimension of that size"
-
-
-def says_common(layer: MoELayer, name: str, parameter: Tensor) -> str:
-    """Returns the beginning of an error about a parameter that the experts of all ranks share."""
-    local = layer.experts.num_local_experts
-    return (
-        f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is not the {local} "
-        "experts of this rank: it counts as one for the experts of all ranks"
-    )

@@ -8,7 +8,6 @@ groups, rank number p of each holds the same experts; these ranks are replicas. 
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
-from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
@@ -29,7 +27,6 @@ from moecomm.parallel.expert_ranks import STAGE
 from moecomm.parallel.grid import Ranks
 from moecomm.parallel.meshes import new_group
 from moecomm.parallel.records import grouped_in
-from moecomm.train.model_parts import INSTEAD, ModelParts, says_common
 from moecomm.types import AnyGroup, Group, as_group
 
 
@@ -86,44 +83,6 @@ def model_group(
                 f"(folding.group({STAGE!r})); leave it out, the layers know"
             )
     return group
-
-
-def require_equal(parts: ModelParts, group: Group | None) -> None:
-    """Raises InvalidArgument, on all ranks, if a parameter that the experts of all ranks share differs
-    between the ranks of `group`. Each such parameter is compared once; DTensors are not compared."""
-    layers = parts.spread_layers
-    named = [(layer, *found) for layer in layers for found in parts.shares_of(layer).common.items()]
-    new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
-    if not new:
-        return
-    told = told_by_all([_digest(parameter) for _, _, parameter in new], group)
-    for (layer, name, parameter), *digests in zip(new, *told, strict=True):
-        if len(set(digests)) > 1:
-            raise InvalidArgument(
-                f"{says_common(layer, name, parameter)}, and has other values on some ranks: start it with "
-                f"the same on all ranks, or {INSTEAD}"
-            )
-        setattr(parameter, _COMPARED, True)
-
-
-def refuse_common(parts: ModelParts) -> None:
-    """Raises InvalidArgument for a parameter that all ranks' experts share: FSDP2 cannot average it."""
-    for layer in parts.spread_layers:
-        if common := parts.shares_of(layer).common:
-            name, parameter = list(common.items())[-1]
-            raise InvalidArgument(
-                f"{says_common(layer, name, parameter)}, and cannot be under fully_shard_experts, which "
-                f"would average it over some ranks alone: {INSTEAD}, or use sync_gradients or prepare_ddp"
-            )
-
-
-_COMPARED = "moecomm_compared"
-"""The attribute of a parameter that was found to be equal on all ranks."""
-
-
-def _digest(parameter: Tensor) -> bytes:
-    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(values.numpy().tobytes()).digest()
 
 
 def ranks_of(group: Group | None) -> Ranks:

@@ -1,4 +1,4 @@
-"""Parameters that torch's parametrizations add to experts: adapters of each expert, one of all, a number.
+"""Parameters that torch's parametrizations add to experts: adapters of each expert; one of all is refused.
 
 Weights after some steps are those of ranks that hold all experts."""
 
@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
@@ -30,7 +29,6 @@ from moecomm.nn import (
     sync_gradients,
 )
 from moecomm.parallel import ParallelFolding
-from moecomm.parallel.spread import shares_of
 from moecomm.train.model_parts import ModelParts
 from tests.multirank.catching import refused
 from tests.multirank.conftest import own_pool
@@ -43,7 +41,7 @@ CONFIG = MoEConfig(**SIZES, dtype=torch.float64)
 
 
 class Adapter(nn.Module):
-    """weight + scale * a b, with a and b for each expert, those from `first` on, or for all."""
+    """weight + 0.2 a b, with a and b for each expert, those from `first` on, or for all."""
 
     def __init__(self, weight_LAB: Tensor, first: int | None, seed: int) -> None:
         super().__init__()
@@ -54,21 +52,19 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.randn(*lead, 2, b, generator=make, dtype=torch.float64))
         if first is not None:
             self.a, self.b = (nn.Parameter(each[first : first + local].clone()) for each in (self.a, self.b))
-        self.scale = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
 
     def forward(self, weight_LAB: Tensor) -> Tensor:
-        return weight_LAB + self.scale * (self.a @ self.b)
+        return weight_LAB + 0.2 * (self.a @ self.b)
 
 
-def build(group: Any, seed: int = 0, own_seed: int = 0, **options: Any) -> MoELayer:
-    """A layer with an adapter for each expert on w_in and one for all on w_out."""
+def build(group: Any, seed: int = 0, **options: Any) -> MoELayer:
+    """A layer with an adapter for each expert."""
     torch.manual_seed(seed)
     layer = MoELayer(CONFIG, group=group, max_tokens=8, **options)
     experts = layer.experts
-    parametrize.register_parametrization(
-        experts, "w_in", Adapter(experts.w_in, experts.first_expert, seed + 1)
-    )
-    parametrize.register_parametrization(experts, "w_out", Adapter(experts.w_out, None, seed + 2 + own_seed))
+    for number, name in enumerate(("w_in", "w_out")):
+        adapter = Adapter(getattr(experts, name), experts.first_expert, seed + number)
+        parametrize.register_parametrization(experts, name, adapter)
     return layer
 
 
@@ -108,29 +104,9 @@ def test_adapters_train_as_on_one_rank(rank: int, world: int, ep: int, ddp: bool
 
 
 @on_ranks(2)
-def test_one_adapter_with_other_values_on_ranks_is_refused(rank: int, world: int) -> None:
-    layer = build(None, own_seed=rank)
-    text = "experts.parametrizations.w_out.0.a has shape (8, 2), whose first dimension is not the 6 experts"
-    with layer.comm:
-        refused(partial(sync_gradients, layer), "has other values on some ranks", begins=text)
-        refused(partial(prepare_ddp, layer), begins=text)
-        refused(partial(fully_shard_experts, layer), "cannot be under fully_shard_experts")
-        layer.experts.parametrizations.w_out[0].load_state_dict(
-            Adapter(layer.experts.w_out, None, 3).state_dict()
-        )
-        sync_gradients(layer)
-
-
-@on_ranks(2)
 def test_adapters_of_experts_in_parts(rank: int, world: int) -> None:
     layer = build(None, folding=ParallelFolding(world_size=world, etp=2))
     with layer.comm:
-        for taker in (sync_gradients, sharded_state):
-            refused(partial(taker, layer), "cannot be with folding.etp=2")
-        parametrize.remove_parametrizations(layer.experts, "w_out")
-        adapter = layer.experts.parametrizations.w_in[0]
-        del adapter.scale
-        adapter.scale = 0.2
         sync_gradients(layer)
         says = "experts.parametrizations.w_in.0.a is no weight or bias"
         refused(partial(sharded_state, layer), says)
@@ -147,7 +123,7 @@ def test_marks(rank: int, world: int) -> None:
             if name.startswith("experts.") and parameter.dim() == 3
         }
         assert {name for name, each in layer.named_parameters() if is_expert_parameter(each)} == of_each
-        assert len(of_each) in (2, 4)
+        assert len(of_each) in (2, 6, 8)
         assert all(is_expert_parameter(p) == (p in ModelParts(layer).owners) for p in layer.parameters())
 
     layer = build(None)
@@ -158,7 +134,9 @@ def test_marks(rank: int, world: int) -> None:
         check(twin)
         layer(torch.ones(4, 16, dtype=torch.float64)).sum().backward()
         check(layer)
-        parametrize.register_parametrization(layer.experts, "w_in", Adapter(layer.experts.w_in, None, 4))
+        parametrize.register_parametrization(
+            layer.experts, "w_in", Adapter(layer.experts.w_in, layer.experts.first_expert, 4)
+        )
         check(layer)
         for name in ("w_in", "w_out"):
             parametrize.remove_parametrizations(layer.experts, name)
@@ -196,21 +174,6 @@ def test_adapters_of_wrapped_experts(rank: int, world_size: int) -> None:
     assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
-@on_ranks(2)
-def test_a_common_adapter_that_is_sharded_over_all_ranks(rank: int, world_size: int) -> None:
-    """The experts' own parameters are left out of fully_shard, and numbers, which it does not take; the
-    adapter of all experts is sharded."""
-    layer = build(None)
-    own = {each for each in layer.parameters() if is_expert_parameter(each) or each.dim() == 0}
-    fully_shard(layer, ignored_params=own)
-    layer(torch.randn(4, CONFIG.hidden, dtype=torch.float64)).square().sum().backward()
-    sync_gradients(layer)
-    common = shares_of(layer).common.values()
-    assert all(each.grad is not None for each in common)
-    sharded = [isinstance(each, DTensor) for each in common if each.dim() > 0]
-    assert sharded == [True, True]
-
-
 class Common(nn.Module):
     """One adapter for all experts, whose parameters have, by chance, as many parts as a rank has experts."""
 
@@ -231,37 +194,33 @@ class Common(nn.Module):
         return weight_LAB + (self.b @ self.a).t()
 
 
+def takers_of_experts() -> tuple[Any, ...]:
+    clip = partial(clip_grad_norm, max_norm=1.0)
+    return sync_gradients, prepare_ddp, fully_shard_experts, sharded_state, clip
+
+
 @pytest.mark.parametrize(
-    ("how", "parts", "said", "ddp"),
-    [("low rank", 2, False, True), ("three", 3, False, False), ("low rank", 1, True, False)],
+    ("how", "parts", "said"), [("low rank", 2, False), ("three", 3, False), ("low rank", 1, True)]
 )
 @on_ranks(2)
-def test_one_adapter_of_as_many_parts_as_experts(
-    rank: int, world: int, how: str, parts: int, said: bool, ddp: bool
+def test_one_adapter_for_all_experts_is_refused(
+    rank: int, world: int, how: str, parts: int, said: bool
 ) -> None:
-    """Weights after some steps are those of ranks that hold all experts, and the same on all ranks."""
-    layers = []
+    """Also where it has, by chance, as many parts as a rank has experts; it trains where ranks have all."""
+    config = MoEConfig(**{**SIZES, "num_experts": parts * world, "top_k": 2}, dtype=torch.float64)
     for size in (world, 1):
         torch.manual_seed(0)
-        config = MoEConfig(**{**SIZES, "num_experts": parts * world, "top_k": 2}, dtype=torch.float64)
         layer = MoELayer(config, group=groups_of(rank, world, size)[0], max_tokens=8)
-        for name in ("w_in", "w_out"):
-            adapter = Common(getattr(layer.experts, name), how, parts)
-            parametrize.register_parametrization(layer.experts, name, adapter)
-            if said:
-                mark_adapter(adapter, per_expert=False)
-        train(copy.deepcopy(layer), rank, ddp)  # which says the same
-        train(layer, rank, ddp)
-        layers.append(layer)
-    spread, whole = layers
-    with spread.comm, whole.comm:
-        assert set(shares_of(spread).common) == {
-            f"parametrizations.{w}.0.{n}" for w in ("w_in", "w_out") for n in "ab"
-        }
-        for (name, found), want in zip(spread.named_parameters(), whole.parameters(), strict=True):
-            if name.endswith(("a", "b")):
-                assert_close(found, want, rtol=1e-9, atol=1e-12, msg=name)
-                assert not is_expert_parameter(found)
+        adapter = Common(layer.experts.w_in, how, parts)
+        parametrize.register_parametrization(layer.experts, "w_in", adapter)
+        if said:
+            mark_adapter(adapter, per_expert=False)
+        assert not is_expert_parameter(adapter.a)
+        with layer.comm:
+            for taker in takers_of_experts() if size > 1 else ():
+                refused(partial(taker, layer), "and counts as one for the experts of all ranks")
+            if size == 1:
+                train(layer, rank, ddp=True)
 
 
 @pytest.mark.parametrize("kind", ["one", "numpy", "own"])
@@ -281,14 +240,7 @@ def test_adapters_of_which_nothing_can_be_told_have_to_be_marked(rank: int, worl
             added.register_forward_pre_hook(lambda module, args: args[0].detach().numpy() and None)
         parametrize.register_parametrization(layer.experts, "w_in", added, unsafe=True)
     with layer.comm:
-        takers = (
-            sync_gradients,
-            prepare_ddp,
-            fully_shard_experts,
-            sharded_state,
-            partial(clip_grad_norm, max_norm=1.0),
-        )
-        for taker in takers:
+        for taker in takers_of_experts():
             says = "could be a part for each of them or one for the experts of all ranks"
             refused(partial(taker, layer), says, "moecomm.nn.mark_adapter")
         mark_adapter(added, per_expert=True)
