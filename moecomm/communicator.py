@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, overload
@@ -13,8 +14,7 @@ from torch._compile import _disable_dynamo
 import moecomm._C as _C
 from moecomm.arguments import check_dispatch, check_options, check_wire_options, most_alignment
 from moecomm.autograd import functions as ops
-from moecomm.autograd import library as operators
-from moecomm.autograd.compiled import break_graph, dispatch_in_graph, for_trace
+from moecomm.autograd.compiled import break_graph, for_trace
 from moecomm.autograd.planned import Array, _Planned
 from moecomm.backends.base import Backend, DispatchCall, RawDispatch
 from moecomm.backends.cpu import CpuBackend
@@ -44,6 +44,8 @@ from moecomm.types import (
     as_group,
     build,
 )
+
+_numbers = itertools.count()
 
 
 class Communicator(_Planned):
@@ -189,8 +191,7 @@ class Communicator(_Planned):
         largest = most_alignment(most_tokens * most_experts, local)
         self._limits = (most_experts, largest, local, most_tokens)  # for check_options
         self._expected = (hidden, top_k, max_tokens, dtype, backend.device)
-        self._plan_fields = backend.plan_fields
-        self._id = operators.register(backend)
+        self._id = next(_numbers)  # by which a handle knows its communicator
         self._begun: object = None  # the dispatch that begin_dispatch has sent and that was not received yet
         self._layers = 0  # number of layers built with this communicator
         self._backend = backend
@@ -343,18 +344,8 @@ class Communicator(_Planned):
         options = (layout, alignment, capacity, expert_capacity)
         if not torch.compiler.is_compiling():
             return self._dispatch(tensors, options, dequantize, host_counts, async_op, _layer)
-        plain = layout == "expert" and expert_capacity is None and dequantize and not host_counts
-        plain = plain and not isinstance(x_TH, (tuple, list))
-        if capacity is None or async_op or not plain:
-            break_graph(
-                "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
-                "MoEConfig(capacity_factor=..., pad_to_capacity=True)), in the expert layout and of rows in "
-                "the dtype"
-            )
-            return self._dispatch_outside_graph(tensors, options, dequantize, host_counts, async_op, _layer)
-        _, alignment, rows, _ = check_options(*options, *self._limits)
-        self._check_dispatch(x_TH, None, topk_idx_TK, topk_weights_TK, dequantize)
-        return dispatch_in_graph(self._id, self._plan_fields, *tensors, alignment, rows)
+        break_graph("a dispatch runs outside of the graphs of torch.compile")
+        return self._dispatch_outside_graph(tensors, options, dequantize, host_counts, async_op, _layer)
 
     def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
         check_wire_options(self.wire, dequantize, x_scales)

@@ -175,7 +175,7 @@ class DispatchOutput:
         host_counts: with `host_counts=True` the L numbers of `tokens_per_expert`, known before the rows have
             arrived. None otherwise.
         plan_views: a function that makes a view of the plan from its name. It keeps the plan alive, but no
-            rows. None in a graph of torch.compile.
+            rows.
     """
 
     tokens: torch.Tensor

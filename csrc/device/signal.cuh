@@ -89,8 +89,7 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
   };
   return same(Disagreement::operation, static_cast<int64_t>(first.operation),
               static_cast<int64_t>(record.operation)) &&
-         (same(Disagreement::caller, first.caller, record.caller) ||
-          same_caller(first.caller, record.caller)) &&
+         same(Disagreement::caller, first.caller, record.caller) &&
          same(Disagreement::layout, static_cast<int64_t>(first.layout),
               static_cast<int64_t>(record.layout)) &&
          same(Disagreement::alignment, first.alignment, record.alignment) &&

@@ -30,17 +30,12 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// SignalRecord::caller in a torch.compile graph, which serves all layers: it matches any other caller.
-inline constexpr uint16_t kAnyCaller = 0xffff;
+/// What SignalRecord::caller is. If ranks paired dispatches of different layers, tokens would go to the wrong
+/// experts.
 inline constexpr char kCallerText[] =
     "the layer that calls (a number of its place among those of the communicator, of its MoEConfig, and "
     "under DistributedDataParallel of a router's weights, which differ where ranks clip or step by "
     "themselves: clip by moecomm.nn.clip_grad_norm, scale by ShardedGradScaler; 0: none)";
-/// True if dispatches with these callers, on two ranks, may be one operation. If ranks paired dispatches of
-/// different layers, tokens would go to the wrong experts.
-MOECOMM_HD constexpr bool same_caller(uint16_t one, uint16_t other) {
-  return one == other || one == kAnyCaller || other == kAnyCaller;
-}
 
 /// A rank's announcement to one peer for one epoch. `epoch` is stored last, with release, and loaded with
 /// acquire. A reader that sees it also sees the other fields, and earlier writes to any window: on the CPU

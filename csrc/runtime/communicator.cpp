@@ -225,7 +225,7 @@ void Communicator::compare_records(uint64_t epoch) {
                     {.rank = r});
     };
     compare(Disagreement::operation, first.operation, other.operation);
-    if (!same_caller(first.caller, other.caller)) compare(Disagreement::caller, first.caller, other.caller);
+    compare(Disagreement::caller, first.caller, other.caller);
     compare(Disagreement::layout, first.layout, other.layout);
     compare(Disagreement::alignment, first.alignment, other.alignment);
     compare(Disagreement::capacity, first.capacity, other.capacity);

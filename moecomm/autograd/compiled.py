@@ -1,18 +1,16 @@
-"""Operations within a graph of torch.compile, and between graphs."""
+"""Operations between the graphs of torch.compile."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from moecomm.backends.base import PlanFields, TensorPlan
 from moecomm.errors import Unsupported
-from moecomm.types import PLAN_VIEWS, DispatchOutput, Handle
+from moecomm.types import PLAN_VIEWS, DispatchOutput
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -50,21 +48,3 @@ def outside_graph(operation: Callable[Parameters, Result]) -> Callable[Parameter
         return operation(*arguments, **options)
 
     return run
-
-
-def dispatch_in_graph(
-    owner: int, fields: PlanFields, x: Tensor, ids: Tensor, weights: Tensor | None, alignment: int, rows: int
-) -> DispatchOutput:
-    """Dispatches by the operator moecomm::dispatch (library.py) of the communicator with number `owner`."""
-    tokens_PH, weights_P, blob = torch.ops.moecomm.dispatch(owner, x, ids, weights, alignment, rows)
-    tokens = x.shape[0]
-    handle = Handle(
-        plan=TensorPlan(blob, "expert", tokens, rows),
-        owner=owner,
-        layout="expert",
-        num_tokens=tokens,
-        num_rows=rows,
-    )
-    views: dict[str, Any] = {name: fields.view(blob, "expert", name) for name in PLAN_VIEWS}
-    weights_P = None if weights is None else weights_P
-    return DispatchOutput(tokens=tokens_PH, weights=weights_P, handle=handle, expert_handle=handle, **views)

@@ -9,7 +9,6 @@ import torch
 from moecomm.arguments import check_rows, check_weights, check_weights_of_rows
 from moecomm.autograd import functions as ops
 from moecomm.autograd.compiled import break_graph, outside_graph
-from moecomm.backends.base import TensorPlan
 from moecomm.backends.opened import _Opened
 from moecomm.errors import InvalidArgument
 from moecomm.types import Handle, Work
@@ -69,12 +68,8 @@ class _Planned(_Opened):
         """
         if not torch.compiler.is_compiling():
             return self._combine(rows_PH, handle, weights, async_op)
-        if async_op or not isinstance(handle.plan, TensorPlan) or handle.layout != "expert":
-            break_graph("a combine is in a graph with async_op=False and a dispatch of that graph alone")
-            return self._combine(rows_PH, handle, weights, async_op)
-        self._check_combine(rows_PH, handle, weights)
-        blob, _, tokens, rows, _ = handle.plan
-        return torch.ops.moecomm.combine(self._id, rows_PH, weights, blob, tokens, rows)
+        break_graph("a combine runs outside of the graphs of torch.compile")
+        return self._combine(rows_PH, handle, weights, async_op)
 
     def _check_combine(self, rows: Any, handle: Any, weights: Any) -> None:
         self._check_handle(handle)

@@ -96,17 +96,14 @@ class PlanFields(NamedTuple):
         return blob[self.source_ends if (name, layout) == ("offsets", "rank") else self.expert_offsets]
 
 
-ANY_CALLER = 0xFFFF
-"""The `caller` of dispatches in a graph of torch.compile; it agrees with any other `caller`. The number of a
-layer would be a constant of the graph, so that each layer would need its own graph."""
-MOST_CALLERS = ANY_CALLER - 1
+MOST_CALLERS = 0xFFFF
 """The largest number that `caller_of` returns; the smallest is 1."""
 
 
 def caller_of(number: int, settings: object) -> int:
     """Returns the `caller` of a layer's dispatches, by which ranks notice that they are in different layers.
     With equal `settings` the results for two `number`s (of layers within the communicator, from 1) differ;
-    with different settings two results are equal by chance, once in 65,534."""
+    with different settings two results are equal by chance, once in 65,535."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=4).digest()
     return (number - 1 + int.from_bytes(digest, "big")) % MOST_CALLERS + 1
 
@@ -127,7 +124,7 @@ class DispatchCall(NamedTuple):
     """Rank layout: positions of the expert-major index; expert layout: rows of each expert's group; -1: as
     many as needed."""
     dequantize: bool
-    caller: int = ANY_CALLER
+    caller: int = 0
     """The number of the calling layer (`caller_of`), equal on all ranks; 0: the caller is not a layer."""
     host_counts: bool = False
     """True: return `RawDispatch.host_counts`; only for a dropless dispatch."""
@@ -252,11 +249,6 @@ class Backend(ABC):
     def finish_dispatch(self, begun: Any, directly: bool = True) -> RawDispatch:
         """Receives the arriving rows: the second half of a dispatch. `directly`: no other work was put on the
         current stream since the first half, so that rows can be received while others are sent."""
-
-    def tensor_plan(self, plan: Any) -> TensorPlan:
-        """Returns a RawDispatch's plan as a tensor and numbers; the tensor's memory keeps the plan alive."""
-        assert isinstance(plan, TensorPlan)
-        return plan
 
     @abstractmethod
     def redispatch(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary, finalize
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from moecomm.backends.base import (
     ExpertIndex,
     PlanFields,
     RawDispatch,
-    TensorPlan,
     address_of,
     warn_of_thread,
 )
@@ -44,12 +42,6 @@ Given = TypeVar("Given", Tensor, Tensor | None)
 _POOLED_BYTES = 1 << 16
 
 
-class _PlanWords(np.ndarray):
-    """The memory of a plan's tensor, which keeps the plan alive."""
-
-    plan: _C.Plan
-
-
 def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
     starts = 2 + local_experts
     sources = starts + 1 + local_experts
@@ -63,7 +55,7 @@ def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
 
 
 def _plan_words(plan: _C.Plan, fields: PlanFields) -> np.ndarray:
-    """Returns a blob (TensorPlan.blob) with the views of a plan at the positions of `fields`."""
+    """Returns the words of a plan's views, at the positions of `fields`."""
     words = np.zeros(fields.words, dtype=np.int32)
     exceeded = (each for each in (plan, plan.by_expert) if each and each.needed_rows > each.rows)
     words[fields.overflow] = next((each.needed_rows for each in exceeded), 0)
@@ -109,8 +101,6 @@ class CpuBackend(Backend):
         )
         self.memory = plan_memory(shape, self.nodes.ranks_per_node)
         self.plan_fields = _plan_fields(local_experts, rendezvous.size)
-        self._plan_keys = itertools.count()
-        self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
         check_host_room(rendezvous, group_info, self.memory.committed_bytes)
         host_ranks = group_info.host_ranks(rendezvous.rank)
         self.num_sms = threads or default_threads(host_ranks)
@@ -227,32 +217,14 @@ class CpuBackend(Backend):
             host_counts=plan.expert_rows if call.host_counts else None,
         )
 
-    def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
-        """Returns a plan of expert-major rows as a tensor, whose memory keeps the plan alive. Word 0
-        is a key by which `_plan` finds the plan; the other words hold the views."""
-        words = _plan_words(plan, self.plan_fields).view(_PlanWords)
-        words.plan = plan
-        words[0] = next(self._plan_keys) % 2**31
-        self._plans[int(words[0])] = words
-        return TensorPlan(torch.from_numpy(words), "expert", plan.tokens, plan.rows)
-
-    def _plan(self, plan: _C.Plan | TensorPlan) -> _C.Plan:
-        if not isinstance(plan, TensorPlan):
-            return plan
-        words = self._plans.get(int(plan.blob[0]))
-        if words is None:
-            raise InvalidArgument("handle holds a copy of its plan, expected what the dispatch gave")
-        return words.plan
-
     def redispatch(
         self,
-        plan: _C.Plan | TensorPlan,
+        plan: _C.Plan,
         rows_TH: Tensor,
         scales_P: Tensor | None,
         other_PH: Tensor | None,
         gradients: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        plan = self._plan(plan)
         rows_TH, scales_P, other_PH = _dense(rows_TH), _dense(scales_P), _dense(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
         dots_P = (
@@ -265,13 +237,12 @@ class CpuBackend(Backend):
 
     def combine(
         self,
-        plan: _C.Plan | TensorPlan,
+        plan: _C.Plan,
         rows_PH: Tensor | None,
         weights_P: Tensor | None,
         weight_grads: Tensor | None,
         forward: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        plan = self._plan(plan)
         rows_PH, weights_P = _dense(rows_PH), _dense(weights_P)
         weight_grads = _dense(weight_grads)
         y_TH = None if rows_PH is None else self._empty((plan.tokens, self.hidden), self.dtype)

@@ -167,8 +167,6 @@ def shared_tensor(value: Any, device: torch.device) -> Any:
 def call_or_tell(comm: _Opened, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Calls `part`, a module or function of a layer, and returns its result. If `part` or its hooks raise an
     exception on this rank alone, the other ranks are told of it."""
-    if torch.compiler.is_compiling():  # a graph break within a try cannot resume
-        return part(*arguments, **options)
     try:
         return part(*arguments, **options)
     except Exception as error:

@@ -96,7 +96,7 @@ def check_settings(layer: Any, in_order: bool, watched: str | None) -> None:
         refuse_own_settings(layer.overlap)
     if layer.comm.size > 1 or layer.config.main_grad:
         refuse_mixed_shards(layer.experts)
-    if layer.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if layer.config.main_grad and torch.is_grad_enabled():
         layer.experts.mark_parameters()  # some may have been frozen when they were marked
         for parameter in layer.experts.parameters():
             if parameter.requires_grad and has_main_grad(parameter):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.arguments import require_module, require_number, require_tensor, require_values, waited
 from moecomm.autograd.attached_loss import attach_loss
+from moecomm.autograd.compiled import break_graph
 from moecomm.autograd.deferred import Pending, run_pending
 from moecomm.backends.base import MOST_CALLERS, caller_of
 from moecomm.backends.opened import call_or_tell
@@ -256,32 +257,31 @@ class MoELayer(nn.Module):
             seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence".
             cu_seqlens: in place of seq_len, (N + 1,) int32 or int64: the starts of N packed sequences, the
                 first 0, and the end of the last; later tokens are of no sequence. If a loss uses it, bad
-                values (descending, above T) raise on a CPU. On a GPU, for which the host does not wait, and
-                in a compiled graph, they make the loss and the router's gradients NaN.
+                values (descending, above T) raise on a CPU. On a GPU, for which the host does not wait, they
+                make the loss and the router's gradients NaN.
             mask: (T,) or (B, S) bool, False for padding, which only shared experts see (docs/layer.md).
             topk_idx: (T, K) or (B, S, K) int32 or int64: the experts of the tokens, chosen in another forward
                 (`Routing.chosen_TK`). A token whose ids are all -1 is routed by its scores.
 
         Raises InvalidArgument on all ranks for arguments of a wrong shape or dtype, a seq_len that does not
         divide T, weights of another dtype than the config's, and incompatible settings; InvalidRouting for
-        invalid ids, or an id twice in a token. A graph of torch.compile ends before a layer within
-        `keep_plans`, and before a layer with a loss that is summed over ranks.
+        invalid ids, or an id twice in a token. A graph of torch.compile ends before a layer.
         """
         every = {"cu_seqlens": cu_seqlens, "mask": mask, "topk_idx": topk_idx}
         given = {name: value for name, value in every.items() if value is not None}
-        if torch.compiler.is_compiling() and (self._balance is not None or self._plans is not None):
+        if torch.compiler.is_compiling():
+            break_graph("a MoELayer runs outside of the graphs of torch.compile")
             return self._forward_outside_graph(x, seq_len, given)
         return self._forward(x, seq_len, given)
 
     def _forward(self, x: Tensor, seq_len: int | None, given: dict[str, Any]) -> Tensor:
-        in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
+        in_order = not self.overlap.overlap or self._own_experts
         x, watched = waited(x), None if in_order else watchers_of(self)
         in_order = in_order or watched is not None
         try:
             *tensors, unattached = self._route(x, seq_len, in_order, watched, given)
         except Exception as error:
-            compiling = torch.compiler.is_compiling() and not isinstance(error, InvalidArgument)
-            if compiling or known_to_all(error):
+            if known_to_all(error):
                 raise
             self.comm.refuse(error)
         run = self._run_in_order if in_order else self._run
@@ -332,7 +332,7 @@ class MoELayer(nn.Module):
             if balance is not None and balance.exchanges == before and not known_to_all(error):
                 balance.bring_nothing(self.config.num_experts, self.comm.device)  # other ranks wait for this
             raise
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:  # not a recomputation
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation
             self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
         # The losses are attached to the weights, if these have gradients, so that the recomputation of
@@ -445,7 +445,7 @@ class MoELayer(nn.Module):
         combine, in which other ranks can still learn of their errors."""
         comm, capacity, shared_TH = self.comm, self.capacity, None
         shared = self._shared_within
-        if self._own_experts and self.overlap.overlap and shared and not torch.compiler.is_compiling():
+        if self._own_experts and self.overlap.overlap and shared:
             work = comm.dispatch(
                 rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, async_op=True, _layer=self
             )
@@ -465,7 +465,7 @@ class MoELayer(nn.Module):
                 comm, self.experts, out.tokens, out.offsets, out.weights, has_tail=has_tail
             )
             y_TH = comm.combine(expert_rows_PH, out.handle)
-        if y_TH.requires_grad and not torch.compiler.is_compiling():
+        if y_TH.requires_grad:
             y_TH.register_hook(self._note_backward)
         return y_TH if shared_TH is None else y_TH + shared_TH
 

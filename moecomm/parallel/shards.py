@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed._composable_state import _module_state_mapping
@@ -35,11 +34,7 @@ def refuse_mixed_shards(experts: nn.Module) -> None:
     grouped, prefix = grouped_in(experts)
     if grouped is None:
         new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
-    # FSDP's hooks end a graph of torch.compile anyway; without such hooks this check must not end the graph.
-    elif not grouped._modules or (
-        torch.compiler.is_compiling()
-        and not any(getattr(each, "_is_fsdp_managed_module", False) for each in grouped.modules())
-    ):
+    elif not grouped._modules:
         return
     else:
         new = [p for p in _parameters(grouped) if not hasattr(p, _PLACED)]

@@ -76,14 +76,13 @@ struct Step {
   int64_t groups = 0;  ///< above 0: the rows of each expert's group, of which the last keep what they held
   bool dropless = false;
   int odd = -1;           ///< the rank whose dispatch has another caller than those of the others,
-  bool any = false;       ///< which fits all,
   bool after = false;     ///< or instead has given up what was before
   bool given_up = false;  ///< nobody takes what has come, and what was left is abandoned
   RowLayout layout = RowLayout::expert;
   bool sums_in_fp8 = false;  ///< of the combines
   bool by_token = false;     ///< a combine's factors are those of the tokens, which travel with it
 
-  bool disagrees() const { return odd >= 0 && !any; }
+  bool disagrees() const { return odd >= 0; }
   bool by_rank() const { return layout == RowLayout::rank; }
   /// The output row of a (source, token, k) on a rank; negative: it was dropped, or is elsewhere.
   int64_t row_of(int rank, int source, int token, int k) const {
@@ -157,9 +156,9 @@ inline Step make_step(const Shape& shape, Random& random) {
   const int64_t capacity = static_cast<int64_t>(most) + more;
   step.dropless = step.groups == 0 && draw(random, 0, 2) == 0;
   step.given_up = step.dropless && draw(random, 0, 3) == 0;
-  step.any = step.dropless || draw(random, 0, 1) == 0;
-  step.after = !step.any && draw(random, 0, 1) == 0;
-  if (shape.ranks > 1 && draw(random, 0, 2) == 0) step.odd = draw(random, 0, shape.ranks - 1);
+  step.after = draw(random, 0, 1) == 0;
+  if (!step.dropless && shape.ranks > 1 && draw(random, 0, 5) == 0)
+    step.odd = draw(random, 0, shape.ranks - 1);
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Input& input = step.inputs[static_cast<size_t>(rank)];
     input.capacity = step.dropless ? static_cast<int64_t>(step.origins[static_cast<size_t>(rank)].size())

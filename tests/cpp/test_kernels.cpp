@@ -252,7 +252,7 @@ class Rank {
     if (step.by_rank() && !step.dropless) sent.positions = input.capacity * shape.top_k;
     sent.ticket = ++tickets_;
     const bool odd = step.odd == rank_;
-    sent.caller = !odd || step.after ? 3 : step.any ? kAnyCaller : 7;
+    sent.caller = !odd || step.after ? 3 : 7;
     sent.after = odd && step.after ? uint32_t{kAfterGivenUp} : 0;
     sent.layout = step.layout;
     gpu::ReceiveArguments received{};

@@ -24,14 +24,14 @@ def train_layer(
     dynamic: bool | None = None,
 ) -> list[str]:
     """Lists the differences between a step of a model and of the same model compiled, in bits unless within
-    autocast. Without a capacity the compiled graph breaks around the layer's communication."""
+    autocast. The layer runs outside of the compiled graphs."""
     torch._dynamo.reset()
     torch.manual_seed(seed)
     config = MoEConfig(**{"hidden": 16, "ffn_hidden": 24, "num_experts": 6, "top_k": 2} | options)
     layer = MoELayer(config, max_tokens=8)
     parts = [layer] if autocast else [torch.nn.Linear(16, 16), layer]
     model = torch.nn.Sequential(*parts).to(layer.comm.device)
-    fast = torch.compile(model, backend="aot_eager", fullgraph=config.pad_to_capacity, dynamic=dynamic)
+    fast = torch.compile(model, backend="aot_eager", dynamic=dynamic)
     x_TH, found = torch.randn(8, 16, device=layer.comm.device), []
     for call in (model, fast):
         model.zero_grad()
@@ -52,27 +52,16 @@ def train_layer(
 
 
 FIXED = {"capacity_factor": 2.0, "pad_to_capacity": True}
-DTYPES = [torch.float32, torch.bfloat16]
-
-
 AUX_LOSS = {"num_shared_experts": 1, "aux_loss": "batch", "aux_loss_coef": 0.1}
 WITHIN_AUTOCAST = {**AUX_LOSS, "shared_gate": True, "router_bias": True, "bias": True, "init_std": 0.3}
 LAYERS: dict[str, dict[str, Any]] = {
-    **{f"one graph, {dtype}": {**FIXED, **AUX_LOSS, "dtype": dtype} for dtype in DTYPES},
-    "a width without a grouped kernel": {
-        **FIXED,
-        "dtype": torch.bfloat16,
-        "ffn_hidden": 13,
-        "activation": "gelu",
-    },
+    "fixed": {**FIXED, **AUX_LOSS, "dtype": torch.bfloat16},
     "biases and main_grad": {
-        **FIXED,
         "dtype": torch.bfloat16,
         "activation": "swiglu_clamped",
         "bias": True,
         "main_grad": True,
     },
-    "several graphs": {},
 }
 
 
@@ -87,12 +76,9 @@ def test_sizes_that_are_not_known(rank: int, world_size: int, seed: int) -> list
     return train_layer(rank, world_size, FIXED, seed, dynamic=True)
 
 
-@pytest.mark.parametrize("fixed", [{}, FIXED], ids=["dropless", "fixed"])
 @on_ranks(1)
-def test_autocast_stays_out_of_the_backward(
-    rank: int, world_size: int, fixed: dict[str, Any], seed: int
-) -> list[str]:
-    return train_layer(rank, world_size, WITHIN_AUTOCAST | fixed, seed, True)
+def test_autocast_stays_out_of_the_backward(rank: int, world_size: int, seed: int) -> list[str]:
+    return train_layer(rank, world_size, WITHIN_AUTOCAST, seed, True)
 
 
 @on_ranks(2)
@@ -160,12 +146,12 @@ def test_graphs_do_not_depend_on_the_routing(rank: int, world_size: int, seed: i
 
 
 @on_ranks(1)
-def test_a_graph_without_a_capacity_says_what_to_do(rank: int, world_size: int) -> None:
+def test_a_whole_graph_is_refused(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
     layer = MoELayer(MoEConfig(hidden=16, ffn_hidden=8, num_experts=2, top_k=2), max_tokens=4)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="pad_to_capacity=True"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of the graphs"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.zeros(4, 16))
-    with pytest.raises(moecomm.Unsupported, match="pad_to_capacity=True"):
+    with pytest.raises(moecomm.Unsupported, match="outside of the graphs"):
         torch.export.export(layer, (torch.zeros(4, 16),), strict=False)
     layer.comm.close()
     x, ids = torch.zeros(4, 16), torch.tensor([[0, 1]] * 4)
@@ -175,7 +161,7 @@ def test_a_graph_without_a_capacity_says_what_to_do(rank: int, world_size: int) 
         def forward(self, x: torch.Tensor) -> Any:
             return shared.dispatch(x, ids, None)[1].tokens
 
-    with pytest.raises(moecomm.Unsupported, match="pad_to_capacity=True"):
+    with pytest.raises(moecomm.Unsupported, match="outside of the graphs"):
         torch.export.export(Dispatched(), (x,), strict=False)
 
 

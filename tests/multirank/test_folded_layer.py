@@ -217,15 +217,15 @@ def test_the_pages_recipe(rank: int, world_size: int, seed: int) -> None:
 
 
 @on_ranks(4)
-def test_in_a_graph(rank: int, world_size: int, seed: int) -> None:
-    """Parts of experts in a graph of torch.compile."""
+def test_compiled(rank: int, world_size: int, seed: int) -> None:
+    """Parts of experts in a layer under torch.compile."""
     folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, ep 2"])
     layer, alone = layers(rank, folding, CASES["fixed buffers, by position"], seed)
     alone.comm.close()
     x, factor = tokens_of(rank, CASES["fixed buffers, by position"], seed)
     with layer.comm:
         found = []
-        for each in (layer, torch.compile(layer, backend="eager", fullgraph=True)):
+        for each in (layer, torch.compile(layer, backend="eager")):
             layer.zero_grad()
             y = run(each, x, factor)
             found.append({"y": y, **{name: p.grad for name, p in layer.named_parameters()}})

@@ -236,17 +236,6 @@ def test_experts_that_are_sharded_rightly(
         assert sharded_state(model)["model"].keys() == names.keys()
 
 
-@on_ranks(2)
-def test_parametrized_experts_are_one_graph(rank: int, world: int) -> None:
-    """The search for shards ends no graph where there are none."""
-    config = dataclasses.replace(CONFIG, capacity_factor=4.0, pad_to_capacity=True)
-    model = parametrized(rank, world, world, config)
-    torch._dynamo.reset()
-    with model.moe.comm:
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert_close(compiled(tokens(rank)), model(tokens(rank)))
-
-
 # -- states of experts of one's own ------------------------------------------------------------------------
 @on_ranks(2)
 def test_a_state_of_another_ranks_own_experts_is_refused(rank: int, world: int) -> None:

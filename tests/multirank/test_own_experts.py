@@ -210,17 +210,3 @@ def test_a_graphed_step(rank: int, world_size: int, seed: int) -> None:
     sync_gradients(model)
     plain.comm.close()
     assert graph.overflows > 0
-
-
-@on_ranks(1)
-def test_one_graph_of_torch_compile(rank: int, world_size: int, seed: int) -> None:
-    torch._dynamo.reset()
-    layer = build(rank, world_size, {**FIXED, "num_shared_experts": 1}, seed)
-    fast, found = torch.compile(layer, backend="aot_eager", fullgraph=True), []
-    for call in (layer, fast):
-        layer.zero_grad()
-        x_TH = tokens_of(rank, seed).requires_grad_()
-        call(x_TH).square().sum().backward()
-        found.append([x_TH.grad, *(each.grad for each in layer.parameters())])
-    assert_close(*found, rtol=1e-12, atol=1e-12)
-    layer.comm.close()

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -441,7 +440,7 @@ def test_what_may_be_called_for_a_layer(rank: int, world_size: int, seed: int) -
     layers = [MoELayer(config, comm) for _ in range(3)]
     x = torch.ones(4, 16, dtype=torch.float64)
     wanted = layers[1](x).detach()
-    copied, compiled = copy.deepcopy(layers[1]), torch.compile(layers[1], backend="eager", fullgraph=True)
+    copied, compiled = copy.deepcopy(layers[1]), torch.compile(layers[1], backend="eager")
     for mine in (copied, compiled):
         assert torch.equal((mine if rank == 1 else layers[1])(x), wanted)
     comm.close()
@@ -454,17 +453,6 @@ def test_what_may_be_called_for_a_layer(rank: int, world_size: int, seed: int) -
         layers.append(MoELayer(config, comm))
         for layer in layers:
             layer(x)
-
-
-@on_ranks(1)
-def test_layers_share_a_graph_of_torch_compile(rank: int, world_size: int) -> None:
-    config = dataclasses.replace(CONFIG, capacity_factor=2.0, pad_to_capacity=True)
-    counter = CompileCounter()
-    with communicator_of(config) as comm:
-        for _ in range(4):
-            compiled = torch.compile(MoELayer(config, comm), backend=counter, fullgraph=True)
-            compiled(torch.ones(4, 16, dtype=torch.float64))
-    assert counter.frame_count == 1
 
 
 @on_ranks(2)
