@@ -21,6 +21,7 @@ import moecomm
 from moecomm import _C
 from moecomm.backends import cuda as cuda_backend
 from moecomm.backends.cuda import CudaBackend
+from tests.reference import layout_of
 
 DTYPES = {
     _C.DType.float32: torch.float32,
@@ -38,28 +39,12 @@ class DeviceShape(SimpleNamespace):
     """`_C.DeviceShape`: keeps what it is given."""
 
 
-def places_of_plan(shape: Any) -> dict[str, tuple[int, int]]:
-    experts = shape.num_experts // shape.ranks
-    sizes = {
-        "overflow": 1,
-        "needed_rows": 1,
-        "expert_rows": experts,
-        "expert_starts": 1 + experts,
-        "source_ends": shape.ranks,
-        "places": shape.max_tokens * shape.top_k,
-        "positions": shape.max_tokens * shape.top_k,
-    }
-    fields, end = {}, 0
-    for name, count in sizes.items():
-        fields[name] = (end, count)
-        end += count
-    return {**fields, "total": (0, end)}
-
-
 def device_plan_fields(shape: Any) -> dict[str, int | slice]:
-    places = places_of_plan(shape)
-    views = {name: slice(places[name][0], sum(places[name])) for name in VIEWS}
-    return {"words": places["total"][1], "overflow": places["overflow"][0], **views}
+    """A plan: the overflow, and behind it the views that a dispatch returns."""
+    experts = shape.num_experts // shape.ranks
+    starts, sources = 1 + experts, 2 + 2 * experts
+    views = slice(1, starts), slice(starts, sources), slice(sources, sources + shape.ranks)
+    return {"words": sources + shape.ranks, "overflow": 0, **dict(zip(VIEWS, views, strict=True))}
 
 
 def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -97,8 +82,9 @@ class LoopbackNative:
         self.pending: Exception | None = None
         self.dtype = DTYPES[shape.dtype]
         self.weight = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.fields = places_of_plan(shape)
         self.rows = 0
+        self.origins: dict[tuple[int, Any], list[list[tuple[int, int, int]]]] = {}
+        """Where rows are from, by the plan's address and the layout."""
         self.held: Callable[[], None] | None = None
         self.directly: bool | None = None  # of the last finish_dispatch
         self.waited_on = -1  # the stream of the last wait_rows
@@ -150,11 +136,6 @@ class LoopbackNative:
         self.closed = True
         return self.ends
 
-    def _plan(self, address: int) -> dict[str, torch.Tensor]:
-        blob = memory(address, (self.fields["total"][1],), torch.int32)
-        assert blob is not None
-        return {name: blob[first : first + count] for name, (first, count) in self.fields.items()}
-
     def dispatch(self, *arguments: Any) -> None:
         sending, receiving, stream = arguments[:12], arguments[12:20], arguments[20]
         self.calls.append(f"dispatch@{stream}")
@@ -188,42 +169,28 @@ class LoopbackNative:
         caller: int,
         plan: int,
     ) -> None:
-        top_k, experts = self.shape.top_k, self.shape.num_experts
-        chosen = memory(ids, (tokens, top_k), torch.int64 if wide_ids else torch.int32)
+        experts, by_rank = self.shape.num_experts, layout == _C.RowLayout.rank
+        chosen = memory(ids, (tokens, self.shape.top_k), torch.int64 if wide_ids else torch.int32)
         assert chosen is not None and x != NOT_THERE
-        fields = self._plan(plan)
-        for part in fields.values():
-            part.fill_(-1)
-        places, positions = (
-            fields[name][: tokens * top_k].view(tokens, top_k) for name in ("places", "positions")
-        )
-        by_rank = layout == _C.RowLayout.rank
-        most = expert_capacity if by_rank else capacity
-        needed_positions = fields["expert_starts"][0] = 0
-        for expert in range(experts):
-            hits = (chosen == expert).nonzero()
-            for row, (t, k) in enumerate(hits.tolist()):
-                positions[t, k] = needed_positions + row
-            needed_positions += -(-len(hits) // alignment) * alignment
-            fields["expert_starts"][1 + expert] = (
-                needed_positions if most < 0 else min(needed_positions, most)
-            )
-            fields["expert_rows"][expert] = len(hits)
-        positions[positions >= (needed_positions if most < 0 else most)] = -1
-        needed = needed_positions
+        of_all: dict[str, Any] = {"ids": [chosen.numpy()], "rank": 0, "num_experts": experts}
+        groups = own = layout_of(**of_all, alignment=alignment)
         if by_rank:
-            has = (chosen >= 0).any(1)
-            row_T = torch.where(has, has.cumsum(0) - 1, -1)
-            places.copy_(torch.where(chosen >= 0, row_T[:, None], -1))
-            needed = int(has.sum())
-        self.rows, self.positions = needed, needed_positions
-        limit = needed if capacity < 0 else capacity
-        places[places >= limit] = -1
-        positions[(places < 0) & by_rank] = -1
-        fields["source_ends"][:] = min(needed, limit)
-        fields["needed_rows"][:] = needed
-        fields["overflow"][:] = needed if needed > limit else 0
-        self.ids, self.ids_shape = ids, (tokens, top_k)
+            own = layout_of(**of_all, layout="rank")
+        self.rows, self.positions = len(own.origin), len(groups.origin)
+        most = expert_capacity if by_rank else capacity
+        kept = self.rows if capacity < 0 else min(self.rows, capacity)
+        self.origins[plan, _C.RowLayout.expert] = groups.origin[: most if most >= 0 else None]
+        if by_rank:
+            self.origins[plan, layout] = own.origin[:kept]
+        fields = device_plan_fields(self.shape)
+        blob = memory(plan, (fields["words"],), torch.int32)  # type: ignore[arg-type]
+        assert blob is not None
+        blob[fields["overflow"]] = self.rows if self.rows > kept else 0
+        blob[fields["expert_rows"]] = torch.tensor(groups.tokens_per_expert)
+        starts = torch.tensor([0, *groups.offsets])
+        blob[fields["expert_starts"]] = starts if most < 0 else starts.clamp(max=most)
+        blob[fields["source_ends"]] = kept
+        self.ids, self.ids_shape = ids, (tokens, self.shape.top_k)
         self.begun = {"x": x, "x_scales": x_scales, "weights": weights, "plan": plan}
         self.begun |= {"layout": layout, "wide_ids": wide_ids}
 
@@ -268,12 +235,7 @@ class LoopbackNative:
         hidden, mx = self.shape.hidden, self.shape.wire == "mxfp8"
         columns, scale_type = -(-hidden // (32 if mx else 128)), torch.uint8 if mx else torch.float32
         begun = self.begun
-        x_scales, fields = begun["x_scales"], self._plan(begun["plan"])
-        by_rank = begun["layout"] == _C.RowLayout.rank
-        place_of, position_of = (
-            fields[name][: tokens * top_k].view(tokens, top_k) for name in ("places", "positions")
-        )
-        places = place_of if by_rank else position_of
+        x_scales, by_rank = begun["x_scales"], begun["layout"] == _C.RowLayout.rank
         index_Q = memory(index, (positions,), torch.int32)
         index_weights_Q = memory(index_weights, (positions,), self.weight)
         source_TH = memory(begun["x"], (tokens, hidden), torch.float8_e4m3fn if x_scales else self.dtype)
@@ -290,37 +252,28 @@ class LoopbackNative:
                 each.zero_()
         if ids_PK is not None:
             ids_PK.fill_(-1)
-        for t, k in (places >= 0).nonzero().tolist():
-            p, q = int(places[t, k]), int(position_of[t, k])
+        found: dict[int, int] = {}
+        for p, t, k in self._assignments(begun["plan"], begun["layout"]):
             if p >= rows:
-                continue
-            at = (p, k) if by_rank else p
-            in_index = by_rank and 0 <= q < positions
+                break
+            found[t], at = p, (p, k) if by_rank else p
             for here, to, value, there in (
                 (rows_PH.view(torch.uint8), p, source_TH.view(torch.uint8), t),
                 (scales_P, p, source_scales, t),
                 (ids_PK, at, chosen, (t, k)),
                 (got, at, given, (t, k)),
-                (index_weights_Q if in_index else None, q, given, (t, k)),
             ):
                 if here is not None and value is not None:
                     here[to] = value[there]
-            if in_index and index_Q is not None:
-                index_Q[q] = p
+        for q, t, k in self._assignments(begun["plan"], _C.RowLayout.expert):
+            if index_Q is not None and q < positions and t in found:
+                index_Q[q] = found[t]
+                if index_weights_Q is not None and given is not None:
+                    index_weights_Q[q] = given[t, k]
 
-    def _rows_of(self, plan: int, layout: Any, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """(t, k, p) of each row, in the rank layout once a token."""
-        places = self._places(plan, layout, tokens)
-        seen = set()
-        for t, k in (places >= 0).nonzero().tolist():
-            p = int(places[t, k])
-            if layout != _C.RowLayout.rank or p not in seen:
-                seen.add(p)
-                yield t, k, p
-
-    def _places(self, plan: int, layout: Any, tokens: int) -> torch.Tensor:
-        name = "places" if layout == _C.RowLayout.rank else "positions"
-        return self._plan(plan)[name][: tokens * self.shape.top_k].view(tokens, self.shape.top_k)
+    def _assignments(self, plan: int, layout: Any) -> Iterator[tuple[int, int, int]]:
+        """(p, t, k) of each row's token and experts."""
+        return ((p, t, k) for p, row in enumerate(self.origins[plan, layout]) for _, t, k in row)
 
     def redispatch(
         self,
@@ -344,7 +297,7 @@ class LoopbackNative:
         other_PH = memory(other, (rows, hidden), self.dtype)
         assert source_TH is not None and rows_PH is not None
         rows_PH.zero_()
-        for t, _, p in self._rows_of(plan, layout, tokens):
+        for p, t, _ in self._assignments(plan, layout):
             rows_PH[p] = source_TH[t] if scales_P is None else source_TH[t].to(self.weight) * scales_P[p]
             if dots_P is not None and other_PH is not None:
                 dots_P[p] = (source_TH[t].to(self.weight) * other_PH[p].to(self.weight)).sum()
@@ -373,24 +326,22 @@ class LoopbackNative:
     ) -> None:
         hidden, top_k = self.shape.hidden, self.shape.top_k
         by_rank = layout == _C.RowLayout.rank
-        num_rows = int(self._places(plan, layout, tokens).max()) + 1 if tokens else 0
+        num_rows = len(self.origins[plan, layout])
         rows_PH, y_TH = memory(rows, (num_rows, hidden), self.dtype), memory(y, (tokens, hidden), self.dtype)
         factors_P = memory(weights, (num_rows,), self.weight)
         given_TK = memory(token_weights, (tokens, top_k), self.weight)
         if rows_PH is not None and y_TH is not None:
             sums = torch.zeros(tokens, hidden, dtype=self.weight)
-            for t, k, p in self._rows_of(plan, layout, tokens):
-                row = rows_PH[p].to(self.weight)
-                factor = factors_P[p] if factors_P is not None else 1
-                sums[t] += row * (factor if given_TK is None else given_TK[t, k])
+            for p, row in enumerate(self.origins[plan, layout]):
+                for _, t, k in row[:1]:
+                    factor = factors_P[p] if factors_P is not None else 1
+                    sums[t] += rows_PH[p].to(self.weight) * (factor if given_TK is None else given_TK[t, k])
             y_TH.copy_(sums)
         grads = memory(weight_grads, (num_rows, top_k) if by_rank else (num_rows,), self.weight)
         home_TK = memory(out_weight_grads, (tokens, top_k), self.weight)
         if grads is not None and home_TK is not None:
-            places = self._places(plan, layout, tokens)
             home_TK.zero_()
-            for t, k in (places >= 0).nonzero().tolist():
-                p = int(places[t, k])
+            for p, t, k in self._assignments(plan, layout):
                 home_TK[t, k] = grads[p, k] if by_rank else grads[p]
 
 
