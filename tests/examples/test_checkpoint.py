@@ -1,6 +1,7 @@
 """Checkpoints of the training example: whole or not there, whatever happens while they are written."""
 
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from lm.ranks import Ranks  # isort: skip
 
 pool = own_pool()
 
+SEED = 5  # of the weights
 SIZES: dict[str, Any] = {"num_experts": 4, "hidden": 16, "top_k": 2, "dtype": torch.float32}
 
 
@@ -116,6 +118,14 @@ def test_a_checkpoint_is_written_beside_the_training(
     return problems
 
 
+@pytest.fixture(scope="module")
+def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of two steps of two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool(2)(two_saves, folder, SEED)
+    return folder
+
+
 def two_saves(rank: int, world_size: int, folder: Path, seed: int) -> None:
     run = Run(rank, world_size, folder, seed)
     for _ in range(2):
@@ -161,23 +171,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_torn_or_damaged_one_is_not_taken(pool: Pools, name: str, tmp_path: Path, seed: int) -> None:
+def test_a_torn_or_damaged_one_is_not_taken(pool: Pools, name: str, saved: Path, tmp_path: Path) -> None:
     damage, _ = DAMAGES[name]
-    folder = tmp_path / "c"
-    pool(2)(two_saves, folder, seed)
-    assert pool(2)(loaded_step, folder, seed) == [2, 2]
+    folder = shutil.copytree(saved, tmp_path / "c")
     damage(folder / "step-00000002")
-    assert pool(2)(loaded_step, folder, seed) == [1, 1]
-    assert pool(1)(loaded_step, folder, seed) == [1]  # on another number of ranks
-    flip(folder / "step-00000001")
-    assert all("no whole checkpoint" in str(each) for each in pool(2)(loaded_step, folder, seed))
+    assert pool(2)(loaded_step, folder, SEED) == [1, 1]
+    assert pool(1)(loaded_step, folder, SEED) == [1]  # on another number of ranks
 
 
-def test_what_is_wrong_with_one_is_said(
-    pool: Pools, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool(2)(two_saves, tmp_path / "c", seed)
-    path = tmp_path / "c" / "step-00000002"
+def test_without_a_whole_one_there_is_none(pool: Pools, saved: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "c")
+    assert pool(2)(loaded_step, folder, SEED) == [2, 2]
+    for each in folder.iterdir():
+        flip(each)
+    assert all("no whole checkpoint" in str(each) for each in pool(2)(loaded_step, folder, SEED))
+
+
+def test_what_is_wrong_with_one_is_said(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shutil.copytree(saved / "step-00000002", tmp_path / "c")
     alone = Ranks(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
 
     def gather(into: list[Any], value: Any, group: Any = None) -> None:
@@ -194,9 +205,8 @@ def test_what_is_wrong_with_one_is_said(
                 each.write_bytes(data)
 
 
-def test_another_model_is_refused(pool: Pools, tmp_path: Path, seed: int) -> None:
-    pool(2)(two_saves, tmp_path / "c", seed)
-    for each in pool(2)(loaded_step, tmp_path / "c", seed, 24):
+def test_another_model_is_refused(pool: Pools, saved: Path) -> None:
+    for each in pool(2)(loaded_step, saved, SEED, 24):
         assert "of another model: model.0.bias is [16] there and [24] here" in str(each)
 
 

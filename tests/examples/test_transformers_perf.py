@@ -2,12 +2,18 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from bench import transformers_perf
+from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 from tests.programs import run_program
+
+from lm.errors import UsageError  # isort: skip
 
 pytest.importorskip("transformers")
 
@@ -41,8 +47,13 @@ def test_variants_are_timed_in_turns_and_agree(tmp_path: Path, ranks: int) -> No
         ("-J nowhere/run.json", 2, "nowhere/run.json is a folder, or in a folder that is not there"),
     ],
 )
-def test_wrong_options_are_told(arguments: str, ranks: int, says: str) -> None:
-    assert says in run_program(PROGRAM, *arguments.split(), torchrun=ranks, code=2).err
+def test_wrong_options_are_told(
+    arguments: str, ranks: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["transformers_perf.py", *arguments.split()])
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    with pytest.raises(UsageError, match=says):
+        transformers_perf.measure(transformers_perf.parse(), torch.device("cpu"))
 
 
 def test_a_loss_that_is_no_number_is_wrong() -> None:

@@ -40,9 +40,8 @@ def test_the_guide_shows_parts_of_the_example() -> None:
         assert without_indentation(code) in program, code
 
 
-@pytest.mark.parametrize("ranks", [3, 6])
-def test_dispatch_combine_on_more_ranks(ranks: int) -> None:
-    assert run_program(EXAMPLES / "01_dispatch_combine.py", torchrun=ranks).out.count("received") == ranks
+def test_dispatch_combine_on_more_ranks() -> None:
+    assert run_program(EXAMPLES / "01_dispatch_combine.py", torchrun=6).out.count("received") == 6
 
 
 def test_an_example_as_a_user_starts_it() -> None:
