@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +24,6 @@ from tests.examples.conftest import (
     EXAMPLES,
     SMALL_MODEL,
     BaseRun,
-    clean_environment,
     processes_naming,
     wait_until,
 )
@@ -117,14 +115,19 @@ def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> No
 
 
 def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRun, tmp_path: Path) -> None:
-    """Training in bfloat16 keeps float32 weights and optimizer, so its checkpoint can go on in float32."""
+    """Training in bfloat16 keeps float32 weights and optimizer, so its checkpoint can go on in float32. With
+    more steps than before the resumed run says how its rate jumps."""
     assert ", bfloat16" in bfloat16_run.finished.out
     folder = tmp_path / "run"
     shutil.copytree(bfloat16_run.folder, folder)
     assert losses(folder) == pytest.approx(losses(base_run.folder), abs=BFLOAT16)
     assert losses(folder) != pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
-    train("--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
+    done = train("--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
     assert losses(folder)[62] == pytest.approx(losses(folder)[60], abs=0.5)
+    rates = {r["step"]: r["lr"] for r in read_metrics(folder / "metrics.jsonl") if "lr" in r}
+    said = re.search(r"learning rate: (\S+) at step 60, (\S+) at step 61, as", done.out)
+    assert said is not None, done.out
+    assert [float(each) for each in said.groups()] == pytest.approx([rates[60], rates[61]], rel=1e-2)
 
 
 def test_first_steps_do_not_send_all_tokens_to_the_same_experts(text_folder: Path, tmp_path: Path) -> None:
@@ -251,27 +254,28 @@ def test_steps_that_are_no_number_end_a_run_and_leave_its_good_checkpoints(
     assert "resumed at step 3 of 4" in done.out and RESULT.fullmatch(done.last_line)
 
 
+UNREAD = """
+import os, sys, threading
+sys.path.insert(0, os.environ["EXAMPLES"])
+import train_lm
+
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(writer)
+threading.Thread(target=lambda: (os.read(reader, 1), os.close(reader)), daemon=True).start()
+sys.exit(train_lm.main())
+"""
+
+
 def test_a_run_that_nobody_reads_ends_with_a_checkpoint(text_folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "train_lm.py", *ONE_LAYER, "--save-every=999", "--steps=999"]
-    command += ["--log-every=1", "--data", text_folder, "--out", tmp_path]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=clean_environment()) as running:
-        assert running.stdout is not None and running.stderr is not None
-        running.stdout.readline()
-        running.stdout.close()
-        said = running.stderr.read()
-    assert running.returncode == 0 and said.count("nobody reads the output any more") == 1, said
+    """The reader has gone after the first words."""
+    program = tmp_path / "unread.py"
+    program.write_text(UNREAD)
+    options = [*ONE_LAYER, "--save-every=999", "--steps=999", "--log-every=1", "--data", text_folder]
+    options += ["--out", tmp_path]
+    done = run_program(program, *options, torchrun=2, environment={"EXAMPLES": str(EXAMPLES)})
+    assert done.err.count("nobody reads the output any more") == 1, done.err
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
-
-
-def test_a_resumed_run_says_how_its_rate_jumps(base_run: BaseRun, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(base_run.folder, run)
-    done = train("--resume", "--out", run, "--steps", "61", "--eval-windows", "1")
-    rates = {r["step"]: r["lr"] for r in read_metrics(run / "metrics.jsonl") if "lr" in r}
-    said = re.search(r"learning rate: (\S+) at step 60, (\S+) at step 61, as", done.out)
-    assert said is not None, done.out
-    assert [float(each) for each in said.groups()] == pytest.approx([rates[60], rates[61]], rel=1e-2)
 
 
 def _started(rank: int, world_size: int, number: int, folder: Path, arguments: list[str]) -> None:
