@@ -143,11 +143,6 @@ class RankPool:
         """Do its communicators work on the CPU backend unless told otherwise?"""
         return on_cpu({**os.environ, **self.environment})
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, by rank, of the ranks that are running."""
-        return [process.pid for process in self._processes]
-
     def __call__(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, may_die: Sequence[int] = ()
     ) -> list[Any]:

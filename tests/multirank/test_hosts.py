@@ -130,7 +130,6 @@ NODES = {"ranks_per_node": 1, "timeout": 3.0}
         ),
         (f"forbidden; {PIDFD_OPEN} {EPERM}", {}, "Unsupported", ["pidfd_open", "seccomp"]),
         (f"forbidden; {PIDFD_OPEN} {ENOSYS}", {}, "Unsupported", ["pidfd_open", "Linux 5.3"]),
-        (f"forbidden; {FALLOCATE} {EPERM}", {}, "Unsupported", ["fallocate", "seccomp"]),
         (f"forbidden; {FALLOCATE} {ENOSYS}", {}, "Unsupported", ["fallocate", "seccomp"]),
     ],
 )

@@ -1,17 +1,30 @@
 """`python -m moecomm`: the report alone, and tried out between the ranks of torchrun."""
 
+import contextlib
+import io
+import os
 import subprocess
 import sys
+from unittest import mock
 
 import moecomm
+from moecomm.__main__ import main
 from tests.fabric import needs_fabric
+from tests.multirank.conftest import Pools
 from tests.programs import run_program
 
 REPORT = ("-m", "moecomm")
 
 
-def test_the_report_names_versions_host_gpus_network_and_transports() -> None:
-    said = run_program(*REPORT, "-g", "3").out
+def _report(rank: int, world_size: int, ranks: int, environment: dict[str, str]) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), mock.patch.dict(os.environ, environment):
+        assert main(["-g", str(ranks)]) == 0
+    return said.getvalue()
+
+
+def test_the_report_names_versions_host_gpus_network_and_transports(pool: Pools) -> None:
+    (said,) = pool(1)(_report, 3, {})
     lines = [line.split(maxsplit=1) for line in said.splitlines()]
     assert ["moecomm", moecomm.__version__] in lines
     for title in ("versions", "host", "GPUs", "network", "transports"):
@@ -40,16 +53,16 @@ def test_ranks_of_torchrun_try_their_transport() -> None:
     assert done.out.count("versions\n") == 1
 
 
-def _facts(*arguments: str, **environment: str) -> dict[str, str]:
+def _facts(pool: Pools, ranks: int, **environment: str) -> dict[str, str]:
     """Returns the facts of the report by name; the names are padded to 18 columns."""
-    said = run_program(*REPORT, *arguments, environment=environment).out
+    (said,) = pool(1)(_report, ranks, environment)
     lines = [line for line in said.splitlines() if line.startswith("  ")]
     return {line[2:20].strip(): line[21:] for line in lines}
 
 
 @needs_fabric
-def test_nodes_emulated_on_a_host_are_told_apart() -> None:
-    facts = _facts("-g", "4", MOECOMM_RANKS_PER_NODE="2", MOECOMM_FABRIC_PROVIDER="shm")
+def test_nodes_emulated_on_a_host_are_told_apart(pool: Pools) -> None:
+    facts = _facts(pool, 4, MOECOMM_RANKS_PER_NODE="2", MOECOMM_FABRIC_PROVIDER="shm")
     assert facts["between nodes"].startswith("shm on ")
     assert "as MOECOMM_FABRIC_PROVIDER=shm asks" in facts["between nodes"]
     assert facts["rank 1"].startswith("shared memory (POSIX, /dev/shm)")
@@ -59,15 +72,15 @@ def test_nodes_emulated_on_a_host_are_told_apart() -> None:
 
 
 @needs_fabric
-def test_a_provider_that_is_not_there_is_said_and_not_raised() -> None:
-    facts = _facts(MOECOMM_RANKS_PER_NODE="1", MOECOMM_FABRIC_PROVIDER="no-such")
+def test_a_provider_that_is_not_there_is_said_and_not_raised(pool: Pools) -> None:
+    facts = _facts(pool, 2, MOECOMM_RANKS_PER_NODE="1", MOECOMM_FABRIC_PROVIDER="no-such")
     assert facts["between nodes"].startswith("nothing: fabric provider 'no-such' cannot be used here")
     assert facts["rank 1"].startswith("node 1: none: fabric provider 'no-such' cannot be used here")
     assert "shm" in facts["fabric providers"]
 
 
-def test_ranks_that_do_not_fill_their_nodes_are_said_and_not_raised() -> None:
-    facts = _facts("-g", "4", MOECOMM_RANKS_PER_NODE="3")
+def test_ranks_that_do_not_fill_their_nodes_are_said_and_not_raised(pool: Pools) -> None:
+    facts = _facts(pool, 4, MOECOMM_RANKS_PER_NODE="3")
     assert facts["none"].startswith("ranks_per_node is 3 for 4 ranks")
 
 
