@@ -137,46 +137,31 @@ def _with_settings(
         return found, play(comm, case, rank, gradients=False)
 
 
-BAD_SETTINGS: dict[str, tuple[dict[str, str], dict[str, Any], str, list[str]]] = {
-    "provider": (
-        {"MOECOMM_FABRIC_PROVIDER": "infiniband"},
-        {},
-        "Unsupported",
-        ["fabric provider 'infiniband'", "offers", "shm", "(", "lo", "MOECOMM_FABRIC_PROVIDER"],
-    ),
-    "interface": (
-        {"MOECOMM_FABRIC_INTERFACE": "nowhere7"},
-        {},
-        "Unsupported",
-        ["'nowhere7'", "offers", "lo", "name one of these"],
-    ),
-    "address of another host": (
-        {"MOECOMM_FABRIC_INTERFACE": "203.0.113.9"},
-        {},
-        "Unsupported",
-        ["'203.0.113.9'", "offers", "lo", "an address of this host"],
-    ),
+BAD_SETTINGS: dict[tuple[str, str], list[str]] = {
+    ("PROVIDER", "infiniband"): ["fabric provider 'infiniband'", "shm", "(", "MOECOMM_FABRIC_PROVIDER"],
+    ("INTERFACE", "nowhere7"): ["'nowhere7'", "name one of these"],
+    ("INTERFACE", "203.0.113.9"): ["'203.0.113.9'", "an address of this host"],
 }
+"""Settings of MOECOMM_FABRIC_ and what is said of them."""
 
 
 def test_bad_settings() -> None:
     """Bad settings are refused on all ranks, whether all have them or one, which the others name."""
-    names = [name for name in BAD_SETTINGS for _ in range(2)]
     trials = [
-        (-1 if i % 2 else i // 2 % 4, BAD_SETTINGS[name][0], BAD_SETTINGS[name][1])
-        for i, name in enumerate(names)
+        (guilty, {f"MOECOMM_FABRIC_{name}": value}, dict[str, Any]())
+        for i, (name, value) in enumerate(BAD_SETTINGS)
+        for guilty in (i, -1)
     ]
     results = run(4, _with_settings, 2, trials)
     assert_none([arrays for _, arrays in results])
-    for i, name in enumerate(names):
-        _, _, type_name, words = BAD_SETTINGS[name]
-        guilty = trials[i][0]
-        for rank, (found, _) in enumerate(results):
-            error = found[i]
-            assert (error["type"], error["left"]) == (type_name, {}), f"{name}: rank {rank} {error}"
-            assert all(word in error["text"] for word in words), f"{name}: {error['text']!r}, needs {words}"
-            assert guilty in (rank, -1) or f"rank {guilty}: " in error["text"], f"{name}: {error}"
-            assert error["seconds"] < NEVER_NOTICED, f"{name}: {error}"
+    for rank, (found, _) in enumerate(results):
+        for i, error in enumerate(found):
+            guilty, setting, _ = trials[i]
+            assert (error["type"], error["left"]) == ("Unsupported", {}), f"{setting}: rank {rank} {error}"
+            words = ["offers", "lo", *[*BAD_SETTINGS.values()][i // 2]]
+            assert all(word in error["text"] for word in words), f"{error['text']!r}, needs {words}"
+            assert guilty in (rank, -1) or f"rank {guilty}: " in error["text"], f"{setting}: {error}"
+            assert error["seconds"] < NEVER_NOTICED, f"{setting}: {error}"
 
 
 def test_settings_that_differ() -> None:
