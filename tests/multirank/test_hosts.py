@@ -101,41 +101,30 @@ def _lacking(rank: int, world_size: int, what: str, more: dict[str, Any]) -> Cau
 NODES = {"ranks_per_node": 1, "timeout": 3.0}
 
 
+LACKING: dict[str, list[str]] = {
+    "no descriptors; construction: communicators": ["ulimit -n"],
+    "small files; construction: communicators": ["ulimit -f"],
+    "no descriptors; construction: mapping": ["ulimit -n"],
+    "no descriptors; construction: arguments": ["ulimit -n"],
+    "no descriptors; construction: connections": ["ulimit -n"],
+    "no descriptors; construction: network": ["ulimit -n"],
+    "another user; construction: mapping": ["user 0", "user 65534", "ranks_per_node"],
+    f"forbidden; {PIDFD_OPEN} {EPERM}": ["pidfd_open", "seccomp"],
+    f"forbidden; {PIDFD_OPEN} {ENOSYS}": ["pidfd_open", "Linux 5.3"],
+    f"forbidden; {FALLOCATE} {ENOSYS}": ["fallocate", "seccomp"],
+}
+"""What rank 1 lacks, and where, and what is said of it."""
+BETWEEN_NODES = ("construction: connections", "construction: network")
+
+
 @pytest.mark.parametrize(
-    ("what", "more", "type_name", "words"),
-    [
-        ("no descriptors; construction: communicators", {}, "OutOfMemory", ["ulimit -n"]),
-        ("small files; construction: communicators", {}, "OutOfMemory", ["ulimit -f"]),
-        ("no descriptors; construction: mapping", {}, "OutOfMemory", ["ulimit -n"]),
-        ("no descriptors; construction: arguments", {}, "OutOfMemory", ["ulimit -n"]),
-        pytest.param(
-            "no descriptors; construction: connections",
-            NODES,
-            "OutOfMemory",
-            ["ulimit -n"],
-            marks=needs_fabric,
-        ),
-        pytest.param(
-            "no descriptors; construction: network",
-            NODES,
-            "OutOfMemory",
-            ["ulimit -n"],
-            marks=needs_fabric,
-        ),
-        (
-            "another user; construction: mapping",
-            {},
-            "Unsupported",
-            ["user 0", "user 65534", "ranks_per_node"],
-        ),
-        (f"forbidden; {PIDFD_OPEN} {EPERM}", {}, "Unsupported", ["pidfd_open", "seccomp"]),
-        (f"forbidden; {PIDFD_OPEN} {ENOSYS}", {}, "Unsupported", ["pidfd_open", "Linux 5.3"]),
-        (f"forbidden; {FALLOCATE} {ENOSYS}", {}, "Unsupported", ["fallocate", "seccomp"]),
-    ],
+    "what",
+    [pytest.param(each, marks=needs_fabric if each.endswith(BETWEEN_NODES) else ()) for each in LACKING],
 )
-def test_what_one_rank_lacks_is_said_on_both(
-    what: str, more: dict[str, Any], type_name: str, words: list[str]
-) -> None:
+def test_what_one_rank_lacks_is_said_on_both(what: str) -> None:
+    words = LACKING[what]
+    type_name = "OutOfMemory" if words[0].startswith("ulimit") else "Unsupported"
+    more = NODES if what.endswith(BETWEEN_NODES) else {}
     if os.geteuid() != 0 and "user" in what:
         pytest.skip("needs root: acts as another user")
     if os.uname().machine != "x86_64" and "forbidden" in what:
