@@ -413,6 +413,6 @@ def combine_own_experts(
         elif not rows_PH.shape[0]:
             expert_rows_PH = torch.cat((expert_rows_PH, rows_PH))
     trains = torch.is_grad_enabled() and any(each.requires_grad for each in experts.parameters())
-    if trains and not (expert_rows_PH.requires_grad):
+    if trains and not expert_rows_PH.requires_grad:
         expert_rows_PH = expert_rows_PH.detach().requires_grad_()  # so that this rank joins the backward
     return comm.combine(expert_rows_PH, out.handle, weights=out.weights)
