@@ -6,8 +6,7 @@ A token's result is the sum over its experts of weight * (act(x W_in) W_out), so
 before the second product. Then the combine needs no weights, and the backward no combined rows.
 
 Forward and backward are each one pass over memory on CUDA tensors (csrc/kernels/experts/activation.cu), and a
-few torch operations elsewhere. Both compute in float32 (float64 for float64) and round once. They are torch
-operators, moecomm::weighted_activation and moecomm::weighted_activation_backward, opaque to torch.compile.
+few torch operations elsewhere. Both compute in float32 (float64 for float64) and round once.
 
 Shape letters here: P rows, B rows of a block, L groups, F columns of the result ("ffn width"), I of `inner`.
 """
@@ -20,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn.functional import silu
 
 import moecomm._C as _C
 from moecomm.arguments import require_ends, weight_dtype
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.kernels import operators
+from moecomm.kernels import loading
 from moecomm.kernels.first_order import first_order
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 
@@ -46,14 +46,19 @@ def weighted_activation(
     without them all are 1. ends: int32 cumulative ends of groups of rows, on inner's device; the host does
     not wait. Rows from ends[-1] on, and their gradients, are unspecified on CUDA tensors, zero elsewhere.
     activation: as in MoEConfig; swiglu (arXiv 2002.05202), the exact gelu (arXiv 1606.08415). Raises
-    InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part.
+    InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part. A graph
+    of torch.compile ends before a call.
     """
-    return torch.ops.moecomm.weighted_activation(inner_PI, weights_P, ends_L, activation)
+    if torch.compiler.is_compiling():
+        return _outside_graph(inner_PI, weights_P, ends_L, activation=activation)
+    return _Activation.apply(inner_PI, weights_P, ends_L, activation)  # type: ignore[no-untyped-call]
+
+
+_outside_graph = _disable_dynamo(weighted_activation)
 
 
 def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:
-    """Computes `weighted_activation` without autograd, in half the host time of a call by torch.ops. Not for
-    torch.compile."""
+    """Computes `weighted_activation` without autograd. Not for torch.compile."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
     if inner_PI.is_cuda:
@@ -105,14 +110,14 @@ def activate_backward(
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the activation's kernels for a dtype onto a CUDA device; see `operators.prepare`. Raises
+    """Loads the activation's kernels for a dtype onto a CUDA device; see `loading.prepare`. Raises
     Unsupported for a dtype without kernels."""
     if device.type == "cuda" and dtype not in CUDA_DTYPES:
         raise Unsupported(
             f"the activation of {dtype} on {device} has no kernels, expected "
             f"{', '.join(map(str, CUDA_DTYPES))}: use float32 there, or the CPU for float64"
         )
-    operators.prepare("activation", device, dtype)
+    loading.prepare("activation", device, dtype)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
@@ -187,7 +192,7 @@ def _launch(
     absent."""
     if inner_PI.dtype not in CUDA_DTYPES:
         prepare(inner_PI.device, inner_PI.dtype)  # raises Unsupported
-    operators.loaded("activation", inner_PI.device.index, inner_PI.dtype).launch(
+    loading.loaded("activation", inner_PI.device.index, inner_PI.dtype).launch(
         getattr(_C, name),
         inner_PI.contiguous(),
         None if weights_P is None else weights_P.contiguous(),
@@ -288,42 +293,25 @@ def _share_below(inner_BF: Tensor) -> Tensor:
     return 0.5 * torch.erfc(inner_BF * -math.sqrt(0.5))
 
 
-# -- what a trace sees, and gradients ----------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------
 
 
-def _fake_forward(inner_PI: Tensor, *others: Any) -> Tensor:
-    return inner_PI.new_empty(inner_PI.shape[0], _width(inner_PI, *others))
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str
+    ) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(inner_PI, weights_P, ends_L)
+        return activate(inner_PI, weights_P, ends_L, activation)
 
-
-def _fake_backward(grad_z_PF: Tensor, inner_PI: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weights_P, ends_L, activation, need_weights, need_z = others
-    width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
-    return _new_gradients(inner_PI, width, need_weights, need_z)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    inner_PI, weights_P, ends_L, ctx.activation = inputs
-    ctx.save_for_backward(inner_PI, weights_P, ends_L)
-
-
-@first_order
-def _gradients(ctx: Any, grad_z_PF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-    inner_PI, weights_P, ends_L = ctx.saved_tensors
-    need_inner, need_weights = ctx.needs_input_grad[:2]
-    grad_inner_PI, grad_weights_P, _ = torch.ops.moecomm.weighted_activation_backward(
-        grad_z_PF, inner_PI, weights_P, ends_L, ctx.activation, need_weights, False
-    )
-    return grad_inner_PI if need_inner else None, grad_weights_P if need_weights else None, None, None
-
-
-_ARGUMENTS = "Tensor inner, Tensor? weights, Tensor? ends, str activation"
-operators.define(f"weighted_activation({_ARGUMENTS}) -> Tensor", activate, _fake_forward)
-operators.define(
-    f"weighted_activation_backward(Tensor grad_z, {_ARGUMENTS}, bool need_weights, bool need_z) "
-    "-> (Tensor, Tensor, Tensor)",
-    activate_backward,
-    _fake_backward,
-)
-torch.library.register_autograd(
-    "moecomm::weighted_activation", _gradients, setup_context=_keep, lib=operators.LIBRARY
-)
+    @staticmethod
+    @_disable_dynamo  # kernels take addresses
+    @first_order
+    def backward(ctx: Any, grad_z_PF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        need_inner, need_weights = ctx.needs_input_grad[:2]
+        inner_PI, weights_P, ends_L = ctx.saved_tensors
+        grad_inner_PI, grad_weights_P, _ = activate_backward(
+            grad_z_PF, inner_PI, weights_P, ends_L, ctx.activation, need_weights, False
+        )
+        return grad_inner_PI if need_inner else None, grad_weights_P if need_weights else None, None, None

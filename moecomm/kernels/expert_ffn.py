@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from moecomm.kernels.activation import activate, activate_backward, weighted_activation
+from moecomm.kernels.activation import activate, activate_backward
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.grouped_mm import grouped_mm, grouped_mm_wgrad
 from moecomm.kernels.outside_autocast import without_autocast
-from moecomm.kernels.products import TORCH, Products, grouped_linear, without_tail
+from moecomm.kernels.products import Products, without_tail
 
 
 class LowRank(NamedTuple):
@@ -68,13 +68,13 @@ def expert_ffn(
     the activation and the rows' routing weights (None: 1). Differentiable in rows, weights, routing weights
     and biases. Rows past offsets[-1] and their gradients are unspecified.
 
-    adapters: those of the two weights, of the rows' dtype; torch.compile takes none. groups: those of
-    `products` for the offsets, if they are known."""
+    adapters: those of the two weights, of the rows' dtype. groups: those of `products` for the offsets, if
+    they are known. A graph of torch.compile ends before a call."""
     if torch.compiler.is_compiling():
-        products = products if products.traceable else TORCH
-        inner_PI = grouped_linear(rows_PH, w_in_LHI, b_in_LI, offsets_L, products)
-        z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=activation)
-        return grouped_linear(z_PF, w_out_LFH, b_out_LH, offsets_L, products, weights_P)
+        ends = offsets_L, weights_P
+        how: dict[str, Any] = {"activation": activation, "products": products, "adapters": adapters}
+        how |= {"b_in_LI": b_in_LI, "b_out_LH": b_out_LH, "groups": groups}
+        return _outside_graph(rows_PH, w_in_LHI, w_out_LFH, *ends, **how)
     groups = products.groups(offsets_L) if groups is None else groups
     (*of_in, in_scale), (*of_out, out_scale) = (each or (None, None, 1.0) for each in adapters)
     weights, rows = (w_in_LHI, w_out_LFH, b_in_LI, b_out_LH), Groups(offsets_L, groups, products)
@@ -82,6 +82,9 @@ def expert_ffn(
         return _ExpertFfn.apply(  # type: ignore[no-untyped-call]
             rows_PH, *weights, weights_P, *of_in, *of_out, (in_scale, out_scale), rows, activation
         )
+
+
+_outside_graph = _disable_dynamo(expert_ffn)
 
 
 class Groups(NamedTuple):

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-import moecomm.kernels.grouped_mm  # noqa: F401 (defines the operators)
-
 
 def _by_group(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
     """FLOPs of (P, A) times (L, A, B), a matrix for each group; of (A, P), or (P, A) to be transposed, times
@@ -23,10 +21,6 @@ def _by_group(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> 
     return 2 * batch * left[-2] * left[-1] * right[-1]
 
 
-for _operator in (
-    torch.ops.aten._grouped_mm,
-    torch.ops.moecomm.grouped_mm,
-    torch.ops.moecomm.grouped_mm_wgrad,
-):
-    if _operator not in flop_registry:  # a later torch may have its own formula
-        register_flop_formula(_operator)(_by_group)
+_operator = torch.ops.aten._grouped_mm
+if _operator not in flop_registry:  # a later torch may have its own formula
+    register_flop_formula(_operator)(_by_group)

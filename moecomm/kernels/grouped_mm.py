@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moecomm.kernels import operators
-
 _ALIGNMENT_BYTES = 16
 
 
 def _row_major(rows_PA: Tensor) -> Tensor:
     """Returns the rows with strides (A, 1) exactly, as torch's grouped_mm requires, even if P is 1, where
     contiguous() may keep other strides."""
-    if not torch.compiler.is_compiling() and rows_PA.stride() == (rows_PA.shape[1], 1):
+    if rows_PA.stride() == (rows_PA.shape[1], 1):
         return rows_PA  # views cost the host more than this check
     return rows_PA.contiguous().view(-1).view(rows_PA.shape)
 
@@ -34,20 +32,6 @@ def _with_usual_strides(weight_LAB: Tensor) -> Tensor:
 def grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     """Returns (P, B): rows offsets[l-1]..offsets[l]-1 of each group l times weight[l]; see
     `moecomm.kernels.products.grouped_matmul`."""
-    if _is_opaque(rows_PA, weight_LAB.shape[2]):
-        return torch.ops.moecomm.grouped_mm(rows_PA, weight_LAB, offsets_L)
-    return _grouped_mm(rows_PA, weight_LAB, offsets_L)
-
-
-def grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-    """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty group; not
-    differentiable."""
-    if _is_opaque(rows_PA, grad_PB.shape[1]):
-        return torch.ops.moecomm.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
-    return _grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
-
-
-def _grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     rows_PA = _row_major(rows_PA)
     if _has_grouped_kernel(rows_PA, weight_LAB.shape[2]):
         return functional.grouped_mm(rows_PA, _with_usual_strides(weight_LAB), offs=offsets_L)
@@ -57,7 +41,9 @@ def _grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tenso
     return product_PB
 
 
-def _grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+def grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty group; not
+    differentiable."""
     rows_PA, grad_PB = _row_major(rows_PA), _row_major(grad_PB)
     if _has_grouped_kernel(rows_PA, grad_PB.shape[1]):
         return functional.grouped_mm(rows_PA.t(), grad_PB, offs=offsets_L)
@@ -73,30 +59,6 @@ def _has_grouped_kernel(rows_PA: Tensor, width: int) -> bool:
     return rows_PA.dtype != torch.float64 and aligned and rows_PA.shape[0] > 0
 
 
-def _is_opaque(rows_PA: Tensor, width: int) -> bool:
-    """Returns True if torch.compile is tracing a product that it has to keep as one operator of moecomm:
-    torch's fake grouped_mm refuses every dtype but bfloat16, and a loop over groups has bounds that a trace
-    does not know."""
-    if not torch.compiler.is_compiling():
-        return False
-    return rows_PA.dtype != torch.bfloat16 or not _has_grouped_kernel(rows_PA, width)
-
-
 def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
     ends = offsets_L.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-# The host may read the offsets, so a CUDA graph must not contain these operators.
-operators.define(
-    "grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
-    _grouped_mm,
-    lambda rows, weight, offsets: rows.new_empty(rows.shape[0], weight.shape[2]),
-    torch.Tag.cudagraph_unsafe,
-)
-operators.define(
-    "grouped_mm_wgrad(Tensor rows, Tensor grad, Tensor offsets) -> Tensor",
-    _grouped_mm_wgrad,
-    lambda rows, grad, offsets: rows.new_empty(offsets.shape[0], rows.shape[1], grad.shape[1]),
-    torch.Tag.cudagraph_unsafe,
-)

@@ -31,14 +31,12 @@ class Products:
     Attributes:
         name: the name of the engine, for display.
         adds: whether one kernel computes a weight gradient and adds it to an existing tensor.
-        traceable: whether torch.compile can trace the products; else its graphs contain torch's products.
         columns_first: whether weights are views of (L, B, A) tensors. Weight gradients get this layout
             too, so that a parameter takes its gradient without a copy.
     """
 
     name = "torch"
     adds = False
-    traceable = True
 
     def __init__(self, *, columns_first: bool = False) -> None:
         self.columns_first = columns_first

@@ -69,7 +69,6 @@ class QuackProducts(Products):
 
     name = "quack"
     adds = True
-    traceable = False
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
-from moecomm.kernels import activation, operators
+from moecomm.kernels import activation, loading
 from moecomm.kernels.choices import Rule, counts_of, scores_of, weights_of
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.outside_autocast import without_autocast
@@ -72,13 +72,13 @@ def route(
 
 def prepare_layer(device: torch.device, dtype: torch.dtype) -> None:
     """Loads the kernels of a layer's router, and of its activation in `dtype`, onto a CUDA device; see
-    `operators.prepare`. Raises Unsupported for a dtype without kernels."""
+    `loading.prepare`. Raises Unsupported for a dtype without kernels."""
     activation.prepare(device, dtype)
-    operators.prepare("routes", device, torch.float32)
+    loading.prepare("routes", device, torch.float32)
 
 
 def _launch(name: str, logits_TE: Tensor, *arguments: Any) -> None:
-    gpu = operators.loaded("routes", logits_TE.device.index, torch.float32)
+    gpu = loading.loaded("routes", logits_TE.device.index, torch.float32)
     gpu.launch(getattr(_C, name), logits_TE, *arguments)
 
 

@@ -1,10 +1,8 @@
-"""Functions that define the operators of moecomm for torch, and that load the GPU kernels of experts."""
+"""Functions that load the GPU kernels of experts and routers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -12,17 +10,6 @@ import moecomm._C as _C
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
 from moecomm.setup.memory_plan import NATIVE_DTYPES
-
-LIBRARY = torch.library.Library("moecomm", "FRAGMENT")
-
-
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
-    """Defines the operator moecomm::NAME, which torch.compile keeps whole. schema: "NAME(arguments) ->
-    results"; run: computes the results; fake: checks its arguments and returns uninitialised results."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=tags)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moecomm::{name}", fake, lib=LIBRARY)
 
 
 def prepare(kernels: str, device: torch.device, dtype: torch.dtype) -> None:
