@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -169,3 +170,27 @@ def half_run(base_run: BaseRun, tmp_path: Path) -> Path:
     shutil.copytree(base_run.folder, folder)
     shutil.rmtree(folder / "checkpoints" / "step-00000060")
     return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model with a tokenizer, beside a tenth of the text of that tokenizer."""
+    pytest.importorskip("tokenizers")
+    from finetune import demo
+
+    folder = tmp_path_factory.mktemp("demo")
+    demo.write_text(folder / "text")
+    demo.write_model(folder / "model", folder / "text", seed=1)
+    config = folder / "model" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"pad_token"', '"no_pad_token"'))  # as many published ones
+    for number, file in enumerate(sorted((folder / "text").iterdir())):
+        if number % 10:
+            file.unlink()
+    return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
