@@ -71,9 +71,8 @@ def _completion(value: Mapping[str, Any]) -> Document:
 
 def _instruction(value: Mapping[str, Any]) -> Document:
     asked = "\n\n".join(each for each in (value["instruction"], value.get("input")) if each)
-    said = [("system", value.get("system")), ("user", asked), ("assistant", value["output"])]
-    kept = [(role, content) for role, content in said if role != "system" or content]
-    return Document(messages=[{"role": role, "content": content} for role, content in kept])
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
+    return Document(messages=[*_system(value), *said])
 
 
 def _conversation(value: Mapping[str, Any]) -> Document:
@@ -81,7 +80,12 @@ def _conversation(value: Mapping[str, Any]) -> Document:
         {"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]} if "from" in each else each
         for each in value["conversations"]
     ]
-    return Document(messages=said)
+    return Document(messages=[*_system(value), *said])
+
+
+def _system(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the message of a record's field "system", if it has some."""
+    return [{"role": "system", "content": value["system"]}] if value.get("system") else []
 
 
 _MAKERS: dict[frozenset[str], Callable[[Mapping[str, Any]], Document]] = {

@@ -132,7 +132,7 @@ def test_records_of_datasets_are_chats(tmp_path: Path) -> None:
             },
             [briefly, asked, said],
         ),
-        "roles": ({"conversations": [asked, said]}, [asked, said]),
+        "roles": ({"system": "Be brief.", "conversations": [asked, said]}, [briefly, asked, said]),
     }
     for name, (record, messages) in records.items():
         (tmp_path / "a.json").write_text(json.dumps([record, {"text": "more"}]))
