@@ -268,8 +268,8 @@ def _before_forward(layers: Sequence[MoELayer], wrapper: nn.Module, args: Any) -
             if wrapper.find_unused_parameters and len(average.replicas.ranks) > 1:
                 raise InvalidArgument(
                     "find_unused_parameters is True, must be False: where ranks that hold the same experts "
-                    "leave out different layers, they would wait for each other's gradients. For transformers' "
-                    "Trainer that is ddp_find_unused_parameters=False. Where layers are left out, call "
+                    "leave out different layers, they would wait for each other's gradients. A Trainer of "
+                    "transformers takes ddp_find_unused_parameters=False. Where layers are left out, call "
                     "sync_gradients without DistributedDataParallel, or use FSDP2"
                 )
 
