@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, overload
@@ -66,7 +67,7 @@ class Communicator(_Planned):
             (hidden a multiple of 16), which docs/data_formats.md describes.
         combine_wire: format in which the sums of a combine travel back to the tokens' ranks, which add them
             in float32: None (`dtype`), or on CUDA "fp8" (hidden a multiple of 16). The backward of dispatch,
-            which is a combine, travels in `dtype`.
+            which is a combine, travels in `dtype`. On one node a combine takes longer so; that is warned of.
         gradient_wire: format in which gradients travel to the experts, in the backward of a combine without
             weights and in `redispatch(gradients=True)`: None (`dtype`), or on CUDA "fp8" or "mxfp8".
         device: where the tensors are; None is the current CUDA device, or the CPU if torch finds no GPU. Each
@@ -195,6 +196,12 @@ class Communicator(_Planned):
         self._begun: object = None  # the dispatch that begin_dispatch has sent and that was not received yet
         self._layers = 0  # number of layers built with this communicator
         self._backend = backend
+        if combine_wire is not None and self.nodes == 1 and self.rank == 0:
+            warnings.warn(
+                f"combine_wire is {combine_wire!r}, and all ranks are on one node, where a combine takes "
+                "longer with it (docs/data_formats.md): it is for networks between nodes",
+                stacklevel=2,
+            )
 
     @staticmethod
     def memory_plan(

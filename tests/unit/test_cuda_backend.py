@@ -392,7 +392,8 @@ class TestOperations:
 
 def test_results_alone_travel_in_combine_wire() -> None:
     """The backward of a dispatch is a combine of gradients, in the dtype."""
-    comm, native, _ = opened(combine_wire="fp8", hidden=16)
+    with pytest.warns(UserWarning, match="combine_wire is 'fp8', and all ranks are on one node"):
+        comm, native, _ = opened(combine_wire="fp8", hidden=16)
     x_TH = torch.randn(5, 16).requires_grad_()
     out = comm.dispatch(x_TH, IDS_TK)
     comm.combine(out.tokens, out.handle).sum().backward()
