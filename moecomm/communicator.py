@@ -15,11 +15,11 @@ from torch._compile import _disable_dynamo
 import moecomm._C as _C
 from moecomm.arguments import check_dispatch, check_options, check_wire_options, most_alignment
 from moecomm.autograd import functions as ops
-from moecomm.autograd.compiled import break_graph, for_trace
 from moecomm.autograd.planned import Array, _Planned
 from moecomm.backends.base import Backend, DispatchCall, RawDispatch
 from moecomm.backends.cpu import CpuBackend
 from moecomm.backends.cuda import CudaBackend
+from moecomm.compiled import break_graph, for_trace
 from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError, announced_as
 from moecomm.setup import checks

@@ -33,16 +33,15 @@ class Document:
         return zlib.crc32(whole.encode()) % HELD_OUT_ONE_IN == 0
 
 
-def has_form(value: Any) -> bool:
+def has_form(value: Mapping[str, Any]) -> bool:
     """Returns whether a record has the fields of one of FORMS."""
-    return isinstance(value, dict) and any(fields <= value.keys() for fields in _MAKERS)
+    return _maker_of(value) is not None
 
 
 def document_of(value: Any) -> Document:
     """Makes the document of a record. Raises ValueError, KeyError, TypeError or AttributeError for what has
     none of FORMS."""
-    make = next((make for fields, make in _MAKERS.items() if fields <= value.keys()), None)
-    if make is None:
+    if (make := _maker_of(value)) is None:
         raise KeyError(f"none of these fields: {', '.join(value)}"[:100])
     found = make(value)
     texts = [found.text, found.prompt, *(each["role"] for each in found.messages)]
@@ -56,6 +55,10 @@ def document_of(value: Any) -> Document:
     for each in found.tools:
         dict.keys(each)  # refuses what is no description
     return found
+
+
+def _maker_of(value: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Document] | None:
+    return next((make for fields, make in _MAKERS.items() if fields <= value.keys()), None)
 
 
 def _chat(value: Mapping[str, Any]) -> Document:

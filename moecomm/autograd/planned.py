@@ -8,8 +8,8 @@ import torch
 
 from moecomm.arguments import check_rows, check_weights, check_weights_of_rows
 from moecomm.autograd import functions as ops
-from moecomm.autograd.compiled import break_graph, outside_graph
 from moecomm.backends.opened import _Opened
+from moecomm.compiled import break_graph, outside_graph
 from moecomm.errors import InvalidArgument
 from moecomm.types import Handle, Work
 
@@ -66,9 +66,8 @@ class _Planned(_Opened):
             OutOfMemory: no memory for the result (CUDA: other ranks raise it in `check()`).
             CommunicatorClosed: after `close()`.
         """
-        if not torch.compiler.is_compiling():
-            return self._combine(rows_PH, handle, weights, async_op)
-        break_graph("a combine runs outside of the graphs of torch.compile")
+        if torch.compiler.is_compiling():
+            break_graph("a combine runs outside of the graphs of torch.compile")
         return self._combine(rows_PH, handle, weights, async_op)
 
     def _check_combine(self, rows: Any, handle: Any, weights: Any) -> None:

@@ -55,47 +55,6 @@ class RawDispatch(NamedTuple):
     """The number of rows of each local expert, without padding, if the call asks for it; else None."""
 
 
-class TensorPlan(NamedTuple):
-    """A plan as a tensor, with the numbers that the host knows without reading the tensor."""
-
-    blob: Tensor
-    """(words,) int32 with the fields of `PlanFields` and the backend's own words. Replays of a CUDA graph
-    write it anew."""
-    layout: Layout
-    tokens: int
-    rows: int
-    stream: int = 0
-    """The CUDA stream that the blob's memory belongs to."""
-
-
-class PlanFields(NamedTuple):
-    """Positions of a plan's views (PLAN_VIEWS) in a blob of `words` int32 words. `expert_rows` is the view
-    tokens_per_expert."""
-
-    words: int
-    overflow: int
-    expert_rows: slice
-    expert_starts: slice
-    """0, followed by the ends of the experts' groups in expert-major order."""
-    source_ends: slice
-    """Ends of the rows of each source rank, in the rank layout."""
-
-    @property
-    def expert_offsets(self) -> slice:
-        """The ends of the experts' groups in expert-major order."""
-        return slice(self.expert_starts.start + 1, self.expert_starts.stop)
-
-    def view(self, blob: Tensor, layout: Layout, name: str) -> Tensor:
-        """Returns the view of that name, one of PLAN_VIEWS, of the plan in `blob`."""
-        if name == "tokens_per_expert":
-            return blob[self.expert_rows]
-        if name == "overflow":
-            return blob[self.overflow]
-        if name == "expert_starts":
-            return blob[self.expert_starts]
-        return blob[self.source_ends if (name, layout) == ("offsets", "rank") else self.expert_offsets]
-
-
 MOST_CALLERS = 0xFFFF
 """The largest number that `caller_of` returns; the smallest is 1."""
 
@@ -152,8 +111,6 @@ class Backend(ABC):
     """The number of SMs that an operation holds; on the CPU, the number of threads."""
     weighs_tokens: bool = False
     """True if `combine_weighted` works."""
-    plan_fields: PlanFields
-    """The fields of the blob in a TensorPlan."""
     _native: Any
     """The communicator of the runtime."""
     has_ended = False

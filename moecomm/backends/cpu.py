@@ -21,7 +21,6 @@ from moecomm.backends.base import (
     Backend,
     DispatchCall,
     ExpertIndex,
-    PlanFields,
     RawDispatch,
     address_of,
     warn_of_thread,
@@ -32,7 +31,7 @@ from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import Layout, Work
+from moecomm.types import Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -42,32 +41,19 @@ Given = TypeVar("Given", Tensor, Tensor | None)
 _POOLED_BYTES = 1 << 16
 
 
-def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
-    starts = 2 + local_experts
-    sources = starts + 1 + local_experts
-    return PlanFields(
-        words=sources + ranks,
-        overflow=1,
-        expert_rows=slice(2, starts),
-        expert_starts=slice(starts, sources),
-        source_ends=slice(sources, sources + ranks),
-    )
-
-
-def _plan_words(plan: _C.Plan, fields: PlanFields) -> np.ndarray:
-    """Returns the words of a plan's views, at the positions of `fields`."""
-    words = np.zeros(fields.words, dtype=np.int32)
-    exceeded = (each for each in (plan, plan.by_expert) if each and each.needed_rows > each.rows)
-    words[fields.overflow] = next((each.needed_rows for each in exceeded), 0)
-    words[fields.expert_rows] = plan.expert_rows
-    words[fields.expert_offsets] = (plan.by_expert or plan).offsets
-    if plan.by_expert is not None:
-        words[fields.source_ends] = plan.offsets
-    return words
-
-
-def _plan_view(plan: _C.Plan, fields: PlanFields, layout: Layout, name: str) -> Tensor:
-    return fields.view(torch.from_numpy(_plan_words(plan, fields)), layout, name)
+def _plan_view(plan: _C.Plan, name: str) -> Tensor:
+    """Returns the view of that name, one of PLAN_VIEWS, as a tensor with memory of its own."""
+    by_expert = plan.by_expert or plan
+    if name == "overflow":
+        exceeded = (each for each in (plan, plan.by_expert) if each and each.needed_rows > each.rows)
+        values: Any = next((each.needed_rows for each in exceeded), 0)
+    elif name == "tokens_per_expert":
+        values = plan.expert_rows
+    elif name == "offsets":
+        values = plan.offsets
+    else:
+        values = [0, *by_expert.offsets] if name == "expert_starts" else by_expert.offsets
+    return torch.from_numpy(np.array(values, dtype=np.int32))
 
 
 class CpuBackend(Backend):
@@ -90,7 +76,6 @@ class CpuBackend(Backend):
         self.nodes = group_info.nodes
 
         self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
-        local_experts = arguments["num_experts"] // rendezvous.size
         shape = window_shape(
             ranks=rendezvous.size,
             top_k=self.top_k,
@@ -100,7 +85,6 @@ class CpuBackend(Backend):
             ranks_per_node=self.nodes.ranks_per_node,
         )
         self.memory = plan_memory(shape, self.nodes.ranks_per_node)
-        self.plan_fields = _plan_fields(local_experts, rendezvous.size)
         check_host_room(rendezvous, group_info, self.memory.committed_bytes)
         host_ranks = group_info.host_ranks(rendezvous.rank)
         self.num_sms = threads or default_threads(host_ranks)
@@ -211,7 +195,7 @@ class CpuBackend(Backend):
             tokens_PH=tokens_PH,
             weights=weights,
             topk_idx_PK=None if topk_idx_PK is None else topk_idx_PK.to(call.topk_idx_TK.dtype),
-            plan_views=partial(_plan_view, plan, self.plan_fields, call.layout),
+            plan_views=partial(_plan_view, plan),
             plan=plan,
             expert_index=index,
             host_counts=plan.expert_rows if call.host_counts else None,

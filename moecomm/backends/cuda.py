@@ -18,9 +18,10 @@ from torch._compile import _disable_dynamo
 
 import moecomm._C as _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan, address_of
+from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, address_of
 from moecomm.backends.cuda_outputs import Begun, Inputs, Outputs, out_of_memory
-from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, plan_fields_of, release
+from moecomm.backends.cuda_plan import TensorPlan, plan_fields_of
+from moecomm.backends.cuda_setup import check_room, connect_gpus, meet, release
 from moecomm.backends.order import ProcessLock, within_another
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice, StreamOrder
@@ -80,7 +81,7 @@ class CudaBackend(Backend):
                 whole_sources=arguments["MOECOMM_WHOLE_SOURCES"],
             )
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
-            self.plan_fields = plan_fields_of(shape)
+            self._plan_fields = plan_fields_of(shape)
             check_room(rendezvous, group_info, self.memory, self._gpu)
             dtypes = [dtype, self._weight_dtype, torch.int32, torch.int64, torch.float32]
             if self.wire_format is not None:
@@ -253,7 +254,7 @@ class CudaBackend(Backend):
         x_scales, scales_address = self._readable(call.x_scales)
         ids_TK, ids_address = self._readable(call.topk_idx_TK)
         weights_TK, weights_address = self._readable(call.topk_weights_TK)
-        blob = self._empty((self.plan_fields.words,), torch.int32)
+        blob = self._empty((self._plan_fields.words,), torch.int32)
         sending = (
             x_address,
             scales_address,
@@ -334,7 +335,7 @@ class CudaBackend(Backend):
             outputs.tokens_PH,
             outputs.weights,
             outputs.topk_idx_PK,
-            partial(self.plan_fields.view, blob, call.layout),
+            partial(self._plan_fields.view, blob, call.layout),
             TensorPlan(blob, call.layout, tokens, counts[0], self._raw_stream),
             outputs.scales,
             index,

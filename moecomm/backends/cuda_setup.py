@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import moecomm._C as _C
-from moecomm.backends.base import PlanFields, warn_of_thread
+from moecomm.backends.base import warn_of_thread
 from moecomm.backends.order import ends_by_error
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.env import read_env
@@ -29,11 +29,6 @@ def meet(
                 "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
             )
     return group_info
-
-
-def plan_fields_of(shape: _C.DeviceShape) -> PlanFields:
-    """Returns the positions of the views (PLAN_VIEWS) within the words of a plan on the device."""
-    return PlanFields(**_C.device_plan_fields(shape))
 
 
 def check_room(rendezvous: Rendezvous, group_info: GroupInfo, memory: MemoryPlan, gpu: CudaDevice) -> None:

@@ -30,7 +30,7 @@ from moecomm.types import AnyGroup, DispatchOutput, Group, as_group
 
 _log = logging.getLogger(__name__)
 _REPORT_EVERY = 100
-"""Of so many overflows one is logged, the first of all among them."""
+"""The number of overflows from one that is logged to the next one; the first is logged."""
 
 
 class Needed(NamedTuple):

@@ -24,6 +24,7 @@ from torch.nn.functional import silu
 
 import moecomm._C as _C
 from moecomm.arguments import require_ends, weight_dtype
+from moecomm.compiled import outside_graph
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import loading
 from moecomm.kernels.first_order import first_order
@@ -37,6 +38,7 @@ _ALPHA, _LIMIT = 1.702, 7.0
 """The factor in the sigmoid and the limit of values in swiglu_clamped, as in gpt-oss."""
 
 
+@outside_graph
 def weighted_activation(
     inner_PI: Tensor, weights_P: Tensor | None = None, ends_L: Tensor | None = None, *, activation: str
 ) -> Tensor:
@@ -49,12 +51,7 @@ def weighted_activation(
     InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part. A graph
     of torch.compile ends before a call.
     """
-    if torch.compiler.is_compiling():
-        return _outside_graph(inner_PI, weights_P, ends_L, activation=activation)
     return _Activation.apply(inner_PI, weights_P, ends_L, activation)  # type: ignore[no-untyped-call]
-
-
-_outside_graph = _disable_dynamo(weighted_activation)
 
 
 def activate(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
+from moecomm.compiled import outside_graph
 from moecomm.kernels.activation import activate, activate_backward
 from moecomm.kernels.first_order import first_order
 from moecomm.kernels.grouped_mm import grouped_mm, grouped_mm_wgrad
@@ -50,6 +51,7 @@ def join_adapters(adapters: Sequence[LowRank]) -> LowRank | None:
     return LowRank(left_LAR, right_LRB.contiguous(), scale)
 
 
+@outside_graph
 def expert_ffn(
     rows_PH: Tensor,
     w_in_LHI: Tensor,
@@ -70,11 +72,6 @@ def expert_ffn(
 
     adapters: those of the two weights, of the rows' dtype. groups: those of `products` for the offsets, if
     they are known. A graph of torch.compile ends before a call."""
-    if torch.compiler.is_compiling():
-        ends = offsets_L, weights_P
-        how: dict[str, Any] = {"activation": activation, "products": products, "adapters": adapters}
-        how |= {"b_in_LI": b_in_LI, "b_out_LH": b_out_LH, "groups": groups}
-        return _outside_graph(rows_PH, w_in_LHI, w_out_LFH, *ends, **how)
     groups = products.groups(offsets_L) if groups is None else groups
     (*of_in, in_scale), (*of_out, out_scale) = (each or (None, None, 1.0) for each in adapters)
     weights, rows = (w_in_LHI, w_out_LFH, b_in_LI, b_out_LH), Groups(offsets_L, groups, products)
@@ -82,9 +79,6 @@ def expert_ffn(
         return _ExpertFfn.apply(  # type: ignore[no-untyped-call]
             rows_PH, *weights, weights_P, *of_in, *of_out, (in_scale, out_scale), rows, activation
         )
-
-
-_outside_graph = _disable_dynamo(expert_ffn)
 
 
 class Groups(NamedTuple):

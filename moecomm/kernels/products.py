@@ -59,17 +59,17 @@ class Products:
         weights_P: Tensor | None = None,
     ) -> Tensor:
         """Returns (P, B): each group's rows times its weight, plus `weights_P` (None: 1) times its bias."""
-        product_PB = self._mm(rows_PA, weight_LAB, groups)
+        product_PB = grouped_mm(rows_PA, weight_LAB, groups)
         if bias_LB is not None:
             factors_PN = bias_factors(weights_P, product_PB.shape[0], product_PB)
-            added_PB = self._mm(factors_PN, bias_weight(bias_LB), groups)
+            added_PB = grouped_mm(factors_PN, bias_weight(bias_LB), groups)
             # A torch dispatch mode (selective checkpointing) may keep the product: do not change it then.
             return product_PB + added_PB if is_in_torch_dispatch_mode() else product_PB.add_(added_PB)
         return product_PB
 
     def add_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, into_PB: Tensor) -> None:
         """Adds each group's rows times its weight to `into_PB`, whose dtype is the rows'."""
-        into_PB.add_(self._mm(rows_PA, weight_LAB, groups))
+        into_PB.add_(grouped_mm(rows_PA, weight_LAB, groups))
 
     def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         """Returns (P, A): the rows of each group times the group's transposed weight."""
@@ -143,20 +143,14 @@ class Products:
         )
         return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
 
-    def _mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
-        return grouped_mm(rows_PA, weight_LAB, groups)
-
     def _wgrad_into(
         self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, into: Tensor | None, scale: float
     ) -> Tensor | None:
-        gradient_LAB = self._wgrad(rows_PA, grad_PB, groups)
+        gradient_LAB = grouped_mm_wgrad(rows_PA, grad_PB, groups)
         if into is None:
             return gradient_LAB if scale == 1 else gradient_LAB.mul_(scale)
         into.add_(gradient_LAB, alpha=scale)
         return None
-
-    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor) -> Tensor:
-        return grouped_mm_wgrad(rows_PA, grad_PB, groups)
 
 
 _FACTORS = 8
@@ -199,26 +193,21 @@ def grouped_matmul(
 
 
 def grouped_linear(
-    rows_PA: Tensor,
-    weight_LAB: Tensor,
-    bias_LB: Tensor | None,
-    offsets_L: Tensor,
-    products: Products,
-    weights_P: Tensor | None = None,
+    rows_PA: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None, offsets_L: Tensor, products: Products
 ) -> Tensor:
-    """Returns (P, B): `grouped_matmul`, plus the group's bias, if given, times the rows' `weights_P` (None:
-    1). Differentiable in rows, weight, bias and `weights_P`."""
+    """Returns (P, B): `grouped_matmul`, plus the group's bias, if given. Differentiable in rows, weight and
+    bias."""
     product_PB = grouped_matmul(rows_PA, weight_LAB, offsets_L, products)
     if bias_LB is None:
         return product_PB
-    factors_PN = bias_factors(weights_P, rows_PA.shape[0], rows_PA)
+    factors_PN = bias_factors(None, rows_PA.shape[0], rows_PA)
     return product_PB + grouped_matmul(factors_PN, bias_weight(bias_LB), offsets_L, products)
 
 
 def without_tail(rows_P: Tensor, groups: Tensor) -> Tensor:
     """Returns rows (P, ...). While torch looks for NaN (torch.autograd.detect_anomaly), rows past the last
     group are set to zero, since nothing has written them and torch might find NaN there."""
-    if torch.compiler.is_compiling() or not torch.is_anomaly_enabled():
+    if not torch.is_anomaly_enabled():
         return rows_P
     past_P = torch.arange(rows_P.shape[0], device=rows_P.device) >= groups[-1]
     return rows_P.masked_fill_(past_P.view(-1, *[1] * (rows_P.ndim - 1)), 0)

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.arguments import require_module, require_number, require_tensor, require_values, waited
 from moecomm.autograd.attached_loss import attach_loss
-from moecomm.autograd.compiled import break_graph
 from moecomm.autograd.deferred import Pending, run_pending
 from moecomm.backends.base import MOST_CALLERS, caller_of
 from moecomm.backends.opened import call_or_tell
 from moecomm.communicator import Communicator
+from moecomm.compiled import break_graph
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.outside_autocast import without_autocast
 from moecomm.kernels.parameters import ExpertPart

@@ -113,7 +113,7 @@ LACKING: dict[str, list[str]] = {
     f"forbidden; {PIDFD_OPEN} {ENOSYS}": ["pidfd_open", "Linux 5.3"],
     f"forbidden; {FALLOCATE} {ENOSYS}": ["fallocate", "seccomp"],
 }
-"""What rank 1 lacks, and where, and what is said of it."""
+"""The words of the error, by what rank 1 lacks and the place where it notices that."""
 BETWEEN_NODES = ("construction: connections", "construction: network")
 
 

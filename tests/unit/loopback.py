@@ -84,7 +84,7 @@ class LoopbackNative:
         self.weight = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.rows = 0
         self.origins: dict[tuple[int, Any], list[list[tuple[int, int, int]]]] = {}
-        """Where rows are from, by the plan's address and the layout."""
+        """For each row the (source, token, k) that it is for, by the plan's address and the layout."""
         self.held: Callable[[], None] | None = None
         self.directly: bool | None = None  # of the last finish_dispatch
         self.waited_on = -1  # the stream of the last wait_rows

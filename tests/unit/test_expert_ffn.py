@@ -45,7 +45,12 @@ def test_as_with_added_weights(
     ]
     inner_PI = grouped_linear(x_PH, added[0], b_in, OFFSETS, products)
     z_PF = weighted_activation(inner_PI, weights_P, OFFSETS, activation="swiglu")
-    wanted = numbers(grouped_linear(z_PF, added[1], b_out, OFFSETS, products, weights_P))
+    y_PH = grouped_linear(z_PF, added[1], None, OFFSETS, products)
+    if b_out is not None:
+        y_PH = y_PH + weights_P[:, None] * b_out.repeat_interleave(
+            OFFSETS.diff(prepend=OFFSETS.new_zeros(1)), 0
+        )
+    wanted = numbers(y_PH)
     given: dict[str, Any] = {"products": products, "b_in_LI": b_in, "b_out_LH": b_out}
     given |= {"activation": "swiglu", "adapters": (join_adapters(of_in), join_adapters(of_out))}
     found = numbers(expert_ffn(x_PH, w_in, w_out, OFFSETS, weights_P, **given))

@@ -98,7 +98,7 @@ def test_sizes_fill_the_world_and_coordinates_are_places_in_groups(arguments: Ar
     world=st.integers(1, 200),
 )
 def test_a_refusal_names_the_argument(sizes: dict[str, int], times: int | None, world: int) -> None:
-    """With `times` the world is one that fits."""
+    """A world size of `times` times the smallest one is accepted; other sizes may be refused."""
     if times is not None:
         world = times * sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"])
     arguments = {"world_size": world, **sizes}

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "moecomm"
 # A folder or module may import what stands above it in this list, never what stands below: so there is no
 # cycle of folders.
 PYTHON_LAYERS = [
-    *("_C", "errors", "env", "types", "arguments", "device", "setup", "backends", "kernels", "autograd"),
-    *("communicator", "shared", "overlap", "parallel", "nn", "train", "graphs"),
+    *("_C", "errors", "env", "types", "compiled", "arguments", "device", "setup", "backends", "kernels"),
+    *("autograd", "communicator", "shared", "overlap", "parallel", "nn", "train", "graphs"),
     *("transformers", "torchtitan", "megatron", "__main__"),
 ]
 NATIVE_LAYERS = ["common", "layout", "ptx", "device", "transport", "kernels", "runtime", "bindings"]
