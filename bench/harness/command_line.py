@@ -166,8 +166,9 @@ def build_parser(program: str) -> Parser:
         add("--activation", choices=("swiglu", "swiglu_interleaved"), default="swiglu",
             help="gates in halves, or in even columns, which quack fuses (%(default)s)")
         add("--ffn", type=positive, metavar="F", help="inner width of an expert (the preset's)")
-        add("--variants", type=_list_of(_one_of(variants), variants), default="all", metavar="LIST",
-            help=f"of one call: all, or a list of {', '.join(variants)}")
+        add("--variants", type=_list_of(_one_of((*variants, named.LIGER)), variants), default="all",
+            metavar="LIST", help=f"of one call: all, or a list of {', '.join(variants)}; not in all: "
+            f"{named.LIGER}, of a training step too")
         add("--keep", type=_list_of(_one_of(named.KEEPS)), default="all", metavar="LIST",
             help="overlapped with each kept: all,rows,nothing")
         add("--graph-tokens", type=count, default=512, metavar="T",

@@ -34,8 +34,9 @@ WAYS = ("layer", "microbatches")  # of timing a layer: one call of it, or the mi
 COMPUTE, COMM = "compute only", "communication only"
 SERIAL, OVERLAPPED = "serial", "overlapped"
 FIXED, GRAPH, GRAPHED = "fixed", "graph replay", "graphed step"
-BASELINE = "baseline"
-VARIANTS = (COMPUTE, COMM, SERIAL, OVERLAPPED, BASELINE)
+BASELINE, LIGER = "baseline", "LigerCute"
+PEERS = (BASELINE, LIGER)  # the variants that are not moecomm's
+VARIANTS = (COMPUTE, COMM, SERIAL, OVERLAPPED, BASELINE)  # LIGER, which has to be installed, on request
 GRAPH_VARIANTS = (COMPUTE, OVERLAPPED, FIXED, GRAPH, GRAPHED)  # those at --graph-tokens
 HEADROOM = 1.25  # rows of the fixed variants, of what the fullest rank needs
 KEEPS: tuple[Literal["all", "rows", "nothing"], ...] = ("all", "rows", "nothing")
@@ -61,6 +62,7 @@ PRESETS = {
         ("kimi-k2", 7168, 2048, 384, 8),
         ("qwen3-235b", 4096, 1536, 128, 8),
         ("qwen3-30b", 2048, 768, 128, 8),
+        ("mixtral-8x7b", 4096, 14336, 8, 2),
         ("mixtral-8x22b", 6144, 16384, 8, 2),
         ("gpt-oss-120b", 2880, 2880, 128, 4),
     )

@@ -71,7 +71,7 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         return _run(f"cuda-{name}", program, f"{flags} {steady}", alone="symm" in name)
 
     def on_gpus(gpus: int) -> list[Run]:
-        """Runs that bench/results/growth.py fits its formula to: nearly all fixed cost, or nearly none."""
+        """Runs whose times are nearly all fixed cost, or nearly none."""
         flags = f"-b 8 -e 4096 -f 512 {shape} --experts {_shared(256, gpus)} --topk 8 --capacity auto {links}"
         return [run(f"{operation}-on-{gpus}", flags, gpus=gpus) for operation in _BOTH]
 

@@ -22,6 +22,7 @@ from ..harness.options import GRAPH_VARIANTS, HEADROOM, KEEPS, keep_name
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.timing import Clock, mean_over_ranks, slowest
 from .captured import Captured
+from .liger_layer import LigerLayer
 from .plain_layer import PlainLayer, swiglu_experts
 
 IN_ORDER = OverlapConfig(overlap=False)
@@ -49,7 +50,7 @@ def made_of(makers: Mapping[str, Callable[[], Path]], case: LayerCase) -> list[P
             continue
         path, problem = attempt(make)
         # What this machine's torch or GPU does not have is no failure of moecomm.
-        missing = name == named.BASELINE or problem.startswith("Unsupported: ")
+        missing = name in named.PEERS or problem.startswith("Unsupported: ")
         made.append(path or NotRun(name, problem, failed=not missing))
     return made
 
@@ -60,6 +61,8 @@ def _why_not(name: str, case: LayerCase) -> str:
         return "CUDA graphs are of GPUs"
     if name == named.BASELINE and case.options.activation != "swiglu":
         return "a plain framework has its gates in halves: --activation swiglu"
+    if name == named.LIGER and (case.device.type, case.dtype) != ("cuda", torch.bfloat16):
+        return "LigerCute is for bfloat16 on GPUs"
     return ""
 
 
@@ -190,7 +193,7 @@ class Variants:
             return found
 
         return Path(
-            name=name, calls=calls, check=check, own=name != named.BASELINE, more=measure_more, **more
+            name=name, calls=calls, check=check, own=name not in named.PEERS, more=measure_more, **more
         )
 
     def settle(self) -> None:
@@ -321,6 +324,7 @@ class _Variants(Variants):
             named.GRAPH: self._graph_replay,
             named.GRAPHED: self._graphed_step,
             named.BASELINE: self._baseline,
+            named.LIGER: self._liger,
         }
 
     def _call(
@@ -445,3 +449,25 @@ class _Variants(Variants):
             blocks=True,
             note="nccl" if case.device.type == "cuda" else "gloo",
         )
+
+    def _liger(self) -> Path:
+        """LigerCute's layer. Its forward alone is one without a backward to come, since it keeps memory for
+        each that is to come."""
+        case = self.case
+        layer = LigerLayer(case, FixedRouting([case]))
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return layer(case.x_TH)
+
+        def step() -> tuple[Tensor, ...]:
+            y_TH = layer(case.x_TH)
+            leaves = (case.x_TH, case.weights_TK, *layer.weights)
+            return (y_TH.detach(), *torch.autograd.grad(y_TH, leaves, case.dy_TH))
+
+        def run() -> Iterable[list[Results]]:
+            y_TH, dx_TH, dweights_TK, *grads = step()
+            found = {verify.Y: y_TH, verify.DX: dx_TH, verify.DWEIGHTS: dweights_TK}
+            yield [found | layer.by_name(grads)]
+
+        return self.path(named.LIGER, {FORWARD: forward, STEP: step}, run, before=case.fresh_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ from ..harness.options import BETWEEN_NODES, DENSE, MOECOMM, OVERLAPPED
 from ..harness.path import FORWARD, IN_A_ROW, STEP, WHOLE
 from ..harness.record import Record, Row
 from ..harness.report import machine_words, number, sent_over_least, skew_words, wrong_words
-from . import growth
 from .tables import Cells, Records, profile_table, table, table_of, titled, train_table
 
 
@@ -401,12 +401,11 @@ def _gpus(records: Records) -> list[str]:
 def _gpus_of(records: Records) -> list[str]:
     if not records:
         return ["## GPUs"]
-    grown = {name: content for name, content in records.items() if growth.is_one(name)}
+    grown = {name: content for name, content in records.items() if re.fullmatch(r"cuda-\w+-on-\d+", name)}
     groups = groups_of({name: content for name, content in records.items() if name not in grown})
     points = [each.name for each in groups]
     single = [group for group in groups if points.count(group.name) == 1]
     paths = [(group, row) for group in single if len(group.paths) > 3 for row in group.paths.values()]
-    constants, formula = growth.tables(grown)
     return [
         "## GPUs",
         _facts(records),
@@ -419,12 +418,7 @@ def _gpus_of(records: Records) -> list[str]:
         "### Sweeps",
         table_of(_GPU, [group for group in groups if group not in single]),
         "### Several numbers of GPUs",
-        table_of(_GPU, groups_of(grown)),
-        titled(
-            "The [formula](memory.md#how-time-grows), with its two constants from the run on most GPUs:",
-            "\n".join(constants),
-        ),
-        table(growth.TITLES, formula),
+        titled("Beside a [formula](memory.md#how-time-grows):", table_of(_GPU, groups_of(grown))),
         _missing(records),
     ]
 

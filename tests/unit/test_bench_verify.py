@@ -1,6 +1,9 @@
 """Parts of the benchmarks, without ranks: routings, bytes, and checks that do catch mistakes."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from bench.harness import case, command_line, inputs, placing, verify
 from bench.harness.inputs import DataKey
 from bench.harness.verify import Received
 from bench.paths import between_nodes
+from bench.paths.layer_variants import FixedRouting
+from bench.paths.liger_layer import LigerLayer
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from tests import reference
 
@@ -161,8 +166,8 @@ def test_each_mistake_of_a_combine_is_counted(
         assert verify.wrong_combine(y_TH, one) == 2
 
 
-def layer_case(dtype: str, seed: int) -> case.LayerCase:
-    flags = f"-g 1 -d {dtype} --seed {seed % 2**31} --hidden 32 --ffn 16 --experts 8 --topk 3 -b 23"
+def layer_case(dtype: str, seed: int, more: str = "") -> case.LayerCase:
+    flags = f"-g 1 -d {dtype} --seed {seed % 2**31} --hidden 32 --ffn 16 --experts 8 --topk 3 -b 23 {more}"
     given = command_line.parse("moe_layer", [*flags.split(), "--presets", "qwen3-30b", "--graph-tokens", "0"])
     (point,) = given.points()
     return case.LayerCase(given, point, 0, case.Experts(given, point, 0))
@@ -190,3 +195,42 @@ def test_the_check_of_a_layer_catches_what_is_wrong(dtype: str, seed: int) -> No
     nudged = right["rows moved"].clone()
     nudged[0, 0] *= 1 + 2.0**-7
     assert wrong("rows moved", nudged) == 1  # what is only moved is compared bit for bit
+
+
+class PlayedLiger(torch.nn.Module):
+    """LigerExpertParallelFusedMoe in torch, one expert after another, with the layouts of its page."""
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *matrices_and_experts: Any
+    ) -> torch.Tensor:
+        gate, up, down, experts = matrices_and_experts
+        assert weights.dtype == torch.bfloat16 and all(each.is_contiguous() for each in (gate, up, down))
+        y = torch.zeros(x.shape)
+        for e in range(experts):
+            token, k = torch.nonzero(ids == e, as_tuple=True)
+            rows = x[token].float()
+            z = torch.nn.functional.silu(rows @ gate[e].float().t()) * (rows @ up[e].float().t())
+            y = y.index_add(0, token, weights[token, k].float()[:, None] * (z @ down[e].float().t()))
+        return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_interleaved"])
+def test_ligercute_gets_the_weights_as_it_wants_them(
+    activation: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: list[dict[str, int]] = []
+    kernels = SimpleNamespace(MoEConfig=lambda **sizes: sizes, configure=lambda device, moe: most.append(moe))
+    frontend = SimpleNamespace(LigerExpertParallelFusedMoe=PlayedLiger)
+    monkeypatch.setitem(sys.modules, "liger_cute_kernels", kernels)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.moe", frontend)
+    one = layer_case("bfloat16", seed, f"--variants LigerCute --activation {activation}")
+    layer = LigerLayer(one, FixedRouting([one]))
+    sizes = {"max_tokens": 23, "hidden_size": 32, "num_experts": 8, "top_k": 3, "gpus_per_host": 1}
+    assert most == [sizes | {"num_hosts": 1}]
+    wanted = verify.wanted(one, 0)[0]
+    y_TH = layer(one.x_TH)
+    dx_TH, dw_TK, *grads = torch.autograd.grad(y_TH, (one.x_TH, one.weights_TK, *layer.weights), one.dy_TH)
+    found = {"y": y_TH.detach(), "dx": dx_TH, "dweights": dw_TK, **layer.by_name(grads)}
+    assert verify.compare(found, wanted, "bfloat16").wrong == 0
+    swapped = layer.by_name([grads[1], grads[0], grads[2]])
+    assert verify.compare(swapped, wanted, "bfloat16").wrong > 0
