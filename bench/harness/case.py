@@ -188,6 +188,9 @@ class Experts:
         self.w_in, self.w_out = torch.nn.Parameter(w_in), torch.nn.Parameter(w_out)
         for each in (self.w_in, self.w_out):
             mark_expert_parameter(each)  # as those that a layer makes
+        self.shared = [
+            torch.nn.Parameter(each) for each in inputs.shared_experts(self.seed, point, dtype, device)
+        ]
 
 
 class LayerCase(Case):
@@ -256,7 +259,8 @@ class LayerCase(Case):
         arrived = sum(sum(each.rows_R) for each in parts)
         passes = 1 if phase == FORWARD else _PASSES
         assert self.point.ffn is not None
-        work = 6.0 * passes * self.point.hidden * self.point.ffn * arrived / self.options.ranks
+        rows_here = arrived / self.options.ranks + self.point.shared * self.point.tokens * len(parts)
+        work = 6.0 * passes * self.point.hidden * self.point.ffn * rows_here
         flops = work if isinstance(path, Path) and path.computes else None
         if path.name == DENSE:
             flops = 2.0 * rows * inner * columns

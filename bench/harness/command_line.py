@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from . import options as named
 from .options import Options, Shape
 
-_LINKS = {"cpu": ("memcpy",), "cuda": ("sm-push", "sm-exchange", "copy-engine", "memcpy")}
+_LINKS = {"cpu": ("memcpy",), "cuda": ("sm-push", "sm-exchange", "memcpy")}
 _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
 _DENSE = {"cpu": (128, 128, 128), "cuda": (16384, 7168, 4096)}
 _OPERATION = Shape(hidden=4096, experts=32, topk=4)  # where flags do not say otherwise
@@ -155,9 +155,9 @@ def build_parser(program: str) -> Parser:
             help="ranks that share memory; fewer than all: emulated nodes")
         add("--fabric-provider", metavar="NAME", help="libfabric provider: tcp, shm, ... (best found)")
     else:
-        variants, presets, wide = named.VARIANTS, tuple(named.PRESETS), tuple(named.WIDE)
-        add("--presets", type=_list_of(_one_of((*presets, *wide)), presets), default="all", metavar="LIST",
-            help=f"all, or a list of {', '.join(presets)}; not in all: {', '.join(wide)}")
+        variants, presets, others = named.VARIANTS, tuple(named.PRESETS), (*named.WIDE, *named.SHARED)
+        add("--presets", type=_list_of(_one_of((*presets, *others)), presets), default="all", metavar="LIST",
+            help=f"all, or a list of {', '.join(presets)}; not in all: {', '.join(others)}")
         add("--ways", type=_list_of(_one_of(named.WAYS), named.WAYS), default="layer", metavar="LIST",
             help=f"all, or a list of {', '.join(named.WAYS)}: one call, a training step (layer)")
         add("--microbatches", type=positive, default=4, metavar="N", help="of a training step (4)")

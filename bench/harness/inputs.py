@@ -183,6 +183,14 @@ def expert(
     return made[0], made[1]
 
 
+def shared_experts(
+    seed: int, point: Point, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """The weights of a point's shared experts, as one wide expert's; empty without any."""
+    width = point.shared * (point.ffn or 0)
+    return expert(seed, point.experts, point.hidden, width, dtype, device) if width else ()
+
+
 def payload(
     seed: int, round: int, source: int, target: int, num_bytes: int, device: torch.device
 ) -> torch.Tensor:

@@ -53,6 +53,7 @@ class Shape:
     ffn: int | None = None
     experts: int  # over all ranks
     topk: int
+    shared: int = 0  # shared experts, as wide as the others
 
 
 PRESETS = {
@@ -72,12 +73,13 @@ PRESETS = {
 _WIDE_LOCAL = WIDE_TOPK = 4
 WIDE_TOKENS = 8192
 WIDE = {f"{name}-wide": name for name in ("deepseek-v3", "qwen3-235b")}
+SHARED = {"deepseek-v3-shared": replace(PRESETS["deepseek-v3"], preset="deepseek-v3-shared", shared=1)}
 
 
 def shape_of(preset: str, ranks: int) -> Shape:
-    """The layer of a name in PRESETS or WIDE, on so many ranks."""
+    """The layer of a name in PRESETS, SHARED or WIDE, on so many ranks."""
     if preset not in WIDE:
-        return PRESETS[preset]
+        return (PRESETS | SHARED)[preset]
     return replace(PRESETS[WIDE[preset]], preset=preset, experts=_WIDE_LOCAL * ranks, topk=WIDE_TOPK)
 
 
@@ -101,7 +103,8 @@ class Point(Shape):
     @property
     def setup(self) -> tuple[object, ...]:
         """Returns a key: points with equal keys can use the same communicator."""
-        return (self.preset, self.hidden, self.ffn, self.experts, self.topk, self.dtype, self.num_sms)
+        shape = (self.preset, self.hidden, self.ffn, self.experts, self.topk, self.shared)
+        return (*shape, self.dtype, self.num_sms)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ they lie, on the CPU or a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -192,6 +192,8 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
 # -- layers --------------------------------------------------------------------------------------------------
 
 Y, DX, DWEIGHTS, DW_IN, DW_OUT = "y", "dx", "dweights", "dw_in", "dw_out"
+SHARED_IN, SHARED_OUT = "shared dw_in", "shared dw_out"
+OF_WEIGHTS = (DW_IN, DW_OUT, SHARED_IN, SHARED_OUT)
 ROWS_OUT, DROWS, DROW_WEIGHTS = "rows out", "drows", "drow weights"
 MOVED, MOVED_DY = "rows moved", "gradients moved"
 MOVED_Y, MOVED_DX, MOVED_DWEIGHTS = "sum of rows", "sum of gradients", "weights moved"
@@ -223,6 +225,11 @@ def _expert(
         out = leaves[1][:, None] * moe_reference.feed_forward(leaves[0], leaves[2], leaves[3], activation)
         grads = torch.autograd.grad(out, leaves if with_grads else leaves[:2], dy)
     return _Expert(out.detach(), grads)
+
+
+def by_name(weights: Iterable[Tensor]) -> dict[str, Tensor]:
+    """What belongs to w_in, w_out and, if there are shared experts, to theirs, under its name."""
+    return dict(zip(OF_WEIGHTS, weights, strict=False))
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -259,6 +266,16 @@ def expected_of_layer(cases: Sequence[LayerCase]) -> list[dict[str, Tensor]]:
         matrices = [each.to(wide) for each in made]
         for case, want in zip(cases, found, strict=True):
             _add_expert(case, want, number, matrices)
+    if shared_experts := inputs.shared_experts(first.experts.seed, point, first.dtype, device):
+        for case, want in zip(cases, found, strict=True):
+            x, dy, *matrices = (each.detach().to(wide) for each in (case.x_TH, case.dy_TH, *shared_experts))
+            once = torch.ones(len(x), dtype=wide, device=device)
+            shared = _expert(x, once, dy, matrices, case.options.activation, with_grads=True)
+            for name, value in zip((Y, DX), (shared.out, shared.grads[0]), strict=True):
+                want[name] += value
+            for name, value in zip((SHARED_IN, SHARED_OUT), shared.grads[2:], strict=True):
+                sums[name] = sums.get(name, 0) + value
+        found = [want | sums for want in found]
     return found
 
 

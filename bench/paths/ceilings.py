@@ -121,31 +121,6 @@ def _memory(blocks: Blocks) -> PeerMemory:
     return _held[0]
 
 
-def copy_engine_path(case: Case) -> Path:
-    """A copy to each peer, one after the other and the next rank first, so that while blocks are equal each
-    GPU gets from one other at a time. (On four GPUs a stream for each peer reaches three fifths of that.)
-    """
-    blocks = Blocks(case)
-    memory = _memory(blocks)
-    at = blocks.rank * blocks.segment
-    copies = [
-        (
-            memory.ranks[peer][at : at + blocks.send_splits[peer]],
-            blocks.sent[blocks.starts[peer] : blocks.starts[peer] + blocks.send_splits[peer]],
-        )
-        for peer in blocks.peers
-        if blocks.send_splits[peer]
-    ]
-
-    def call() -> None:
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
-
-    return Path(
-        name="copy-engine", calls={CALL: call}, check=blocks.checker(call, memory.own, spread=True), sms=0
-    )
-
-
 def push_pieces(blocks: Blocks) -> tuple[int, list[tuple[int, int]]]:
     """The bytes of a piece, and (peer, offset in its block) of every piece sent, peers taking turns, so that
     no link waits for another.

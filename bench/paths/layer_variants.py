@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import moecomm
+from moecomm.kernels.activation import weighted_activation
 from moecomm.nn import GraphedStep, GroupedExperts, MoEConfig, MoELayer, OverlapConfig, Routing
 
 from ..harness import options as named
@@ -28,7 +29,6 @@ from .plain_layer import PlainLayer, swiglu_experts
 IN_ORDER = OverlapConfig(overlap=False)
 Results = dict[str, Tensor]
 """The result and the gradients of a step, under the names that verify uses."""
-_OF_WEIGHTS = (verify.DW_IN, verify.DW_OUT)
 _RECORDED = 5  # steps, of which the one of median length says what is exposed
 
 
@@ -129,6 +129,7 @@ def make_layer(
             ffn_hidden=point.ffn,
             num_experts=point.experts,
             top_k=point.topk,
+            num_shared_experts=point.shared,
             activation=options.activation,
             pre_softmax=True,
             dtype=cases[0].dtype,
@@ -137,6 +138,8 @@ def make_layer(
         overlap = overlap or OverlapConfig()
         layer = MoELayer(config, comm, overlap=overlap)
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
+    if layer.shared is not None:
+        layer.shared.w_in, layer.shared.w_out = experts.shared
     layer.add_module("router", FixedRouting(cases))
     return layer.eval()
 
@@ -146,6 +149,14 @@ class Variants:
 
     def __init__(self, comm: moecomm.Communicator, case: LayerCase, clock: Clock) -> None:
         self.comm, self.case, self.clock = comm, case, clock
+        self.weights = (case.experts.w_in, case.experts.w_out, *case.experts.shared)
+
+    def shared(self, x_TH: Tensor) -> Tensor | float:
+        """What the shared experts add to the result, by moecomm; 0 without any."""
+        experts = self.case.experts.shared
+        if not experts:
+            return 0.0
+        return weighted_activation(x_TH @ experts[0], activation=self.case.options.activation) @ experts[1]
 
     def path(
         self,
@@ -175,8 +186,8 @@ class Variants:
                     corrupt(next(iter(results[0].values())))
                 for found, want in zip(results, wanted, strict=True):
                     verdicts.append(verify.compare(found, want, case.point.dtype))
-                    poison(*(value for key, value in found.items() if key not in _OF_WEIGHTS))
-                    grads = [found[key] for key in _OF_WEIGHTS if key in found] or grads
+                    poison(*(value for key, value in found.items() if key not in verify.OF_WEIGHTS))
+                    grads = [found[key] for key in verify.OF_WEIGHTS if key in found] or grads
             poison(*grads)
             worst = [each.worst for each in verdicts if each.worst is not None]
             return Verdict(sum(each.wrong for each in verdicts), max(worst))
@@ -212,16 +223,17 @@ class Variants:
         case = self.case
         experts = make_layer(self.comm, [case], case.experts, products, overlap=IN_ORDER).experts
 
-        def forward(case: LayerCase) -> Tensor:
+        def forward(case: LayerCase) -> tuple[Tensor, ...]:
             rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
-            return rows_PH
+            shared_TH = self.shared(case.x_TH)
+            return (rows_PH, shared_TH) if isinstance(shared_TH, Tensor) else (rows_PH,)
 
         def step(case: LayerCase) -> Results:
-            out_PH = forward(case)
-            leaves = (case.rows_PH, case.weights_P, experts.w_in, experts.w_out)
-            grads = torch.autograd.grad(out_PH, leaves, case.dy_PH)
-            names = (verify.DROWS, verify.DROW_WEIGHTS, *_OF_WEIGHTS)
-            return {verify.ROWS_OUT: out_PH.detach(), **dict(zip(names, grads, strict=True))}
+            outputs = forward(case)
+            leaves, dy = (case.rows_PH, case.weights_P, *self.weights), (case.dy_PH, case.dy_TH)
+            drows, dweights, *grads = torch.autograd.grad(outputs, leaves, dy[: len(outputs)])
+            found = {verify.ROWS_OUT: outputs[0].detach(), verify.DROWS: drows, verify.DROW_WEIGHTS: dweights}
+            return found | verify.by_name(grads)
 
         def all_of(call: Callable[[LayerCase], object], cases: Sequence[LayerCase]) -> object:
             for each in cases[:-1]:
@@ -232,7 +244,7 @@ class Variants:
             found = [step(case)]
             for each in case.microbatches[1:]:
                 found.append(step(each))
-                for key in _OF_WEIGHTS:
+                for key in found[0].keys() & verify.OF_WEIGHTS:
                     found[0][key].add_(found[-1].pop(key))
             yield found
 
@@ -253,7 +265,7 @@ class Variants:
         """
 
         def start() -> int:
-            for each in (self.case.experts.w_in, self.case.experts.w_out):
+            for each in self.weights:
                 each.grad = None
             torch.cuda.synchronize()
             gc.collect()
@@ -340,11 +352,11 @@ class _Variants(Variants):
 
     def _backward(self, y_TH: Tensor) -> Results:
         case = self.case
-        leaves = (case.x_TH, case.weights_TK, case.experts.w_in, case.experts.w_out)
-        grads = torch.autograd.grad(y_TH, leaves, case.dy_TH)
+        leaves = (case.x_TH, case.weights_TK, *self.weights)
+        dx, dweights, *grads = torch.autograd.grad(y_TH, leaves, case.dy_TH)
         # Detached, so that what the forward has kept goes with this call.
-        names = (verify.DX, verify.DWEIGHTS, *_OF_WEIGHTS)
-        return {verify.Y: y_TH.detach(), **dict(zip(names, grads, strict=True))}
+        found = {verify.Y: y_TH.detach(), verify.DX: dx, verify.DWEIGHTS: dweights}
+        return found | verify.by_name(grads)
 
     def _communication(self) -> Path:
         """The four transfers of a step and nothing between them: experts hand back what they get."""
@@ -403,19 +415,18 @@ class _Variants(Variants):
     def _graphed_step(self) -> Path:
         """The layer as GraphedStep runs it."""
         case, layer = self.case, self._layer()
-        experts = layer.experts
 
         def step() -> Results:
             results = self._backward(layer(case.x_TH))
-            # Where a backward leaves them, and GraphedStep does.
-            experts.w_in.grad, experts.w_out.grad = results.pop(verify.DW_IN), results.pop(verify.DW_OUT)
+            for name, weight in verify.by_name(self.weights).items():
+                weight.grad = results.pop(name)  # where a backward leaves them, and GraphedStep does
             return results
 
         def replay() -> Results:
             results: Results = graphed()
-            assert experts.w_in.grad is not None and experts.w_out.grad is not None
-            results |= {verify.DW_IN: experts.w_in.grad, verify.DW_OUT: experts.w_out.grad}
-            experts.w_in.grad = experts.w_out.grad = None
+            for name, weight in verify.by_name(self.weights).items():
+                assert weight.grad is not None
+                results[name], weight.grad = weight.grad, None
             return results
 
         graphed = GraphedStep(step, layer, headroom=HEADROOM)
@@ -439,7 +450,8 @@ class _Variants(Variants):
             return swiglu_experts(rows_PH, experts.w_in, experts.w_out, offsets_L)
 
         def forward() -> Tensor:
-            return layer.forward(case.x_TH, case.topk_idx_TK, case.weights_TK, compute)
+            y_TH = layer.forward(case.x_TH, case.topk_idx_TK, case.weights_TK, compute)
+            return y_TH + self.shared(case.x_TH)
 
         return self._call(
             named.BASELINE,
@@ -454,7 +466,7 @@ class _Variants(Variants):
         """LigerCute's layer. Its forward alone is one without a backward to come, since it keeps memory for
         each that is to come."""
         case = self.case
-        layer = LigerLayer(case, FixedRouting([case]))
+        layer = LigerLayer(case, FixedRouting([case]), self.shared)
 
         def forward() -> Tensor:
             with torch.no_grad():

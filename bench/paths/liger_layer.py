@@ -8,7 +8,7 @@ down, each as (experts, columns of the result, columns of the rows).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,12 @@ from ..harness.case import LayerCase
 
 
 class LigerLayer:
-    """The layer, called as a MoELayer is. `router` gives the routing of each call."""
+    """The layer, called as a MoELayer is. `router` gives the routing of each call, `shared` what shared
+    experts add."""
 
-    def __init__(self, case: LayerCase, router: nn.Module) -> None:
+    def __init__(
+        self, case: LayerCase, router: nn.Module, shared: Callable[[Tensor], Tensor | float]
+    ) -> None:
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")  # else it looks for a network
         import liger_cute_kernels as kernels  # type: ignore[import-not-found]
         from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe  # type: ignore[import-not-found]
@@ -36,21 +39,23 @@ class LigerLayer:
             gpus_per_host=options.ranks,
         )
         kernels.configure(device=case.device, moe=most)
-        self.router, self._experts = router, case.point.experts
+        self.router, self._shared, self._experts = router, shared, case.point.experts
         self._layer = LigerExpertParallelFusedMoe()
         self._interleaved = options.activation == "swiglu_interleaved"
         w_in, w_out = case.experts.w_in.detach(), case.experts.w_out.detach()
         gate, up = (w_in[..., ::2], w_in[..., 1::2]) if self._interleaved else w_in.chunk(2, dim=-1)
-        self.weights = [each.transpose(1, 2).contiguous().requires_grad_() for each in (gate, up, w_out)]
+        own = [each.transpose(1, 2).contiguous().requires_grad_() for each in (gate, up, w_out)]
+        self.weights = [*own, *case.experts.shared]
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         routing = self.router(x_TH)
         weights_TK = routing.topk_weights_TK.to(torch.bfloat16)
-        y_TH: Tensor = self._layer(x_TH, routing.topk_idx_TK, weights_TK, *self.weights, self._experts)
-        return y_TH
+        own = self.weights[:3]
+        y_TH: Tensor = self._layer(x_TH, routing.topk_idx_TK, weights_TK, *own, self._experts)
+        return y_TH + self._shared(x_TH)
 
     def by_name(self, grads: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients of `weights` in the layout of moecomm's weights, under the names that verify uses."""
-        gate, up, w_out = (each.transpose(1, 2) for each in grads)
+        gate, up, w_out = (each.transpose(1, 2) for each in grads[:3])
         w_in = torch.stack((gate, up), dim=-1).flatten(2) if self._interleaved else torch.cat((gate, up), -1)
-        return {verify.DW_IN: w_in, verify.DW_OUT: w_out.contiguous()}
+        return verify.by_name((w_in, w_out.contiguous(), *grads[3:]))

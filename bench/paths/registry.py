@@ -19,7 +19,6 @@ _CEILINGS: dict[str, Callable[[Case, Clock], Path]] = {
     "memcpy": ceilings.memcpy_path,
     "sm-push": ceilings.sm_push_path,
     "sm-exchange": ceilings.sm_exchange_path,
-    "copy-engine": lambda case, clock: ceilings.copy_engine_path(case),
     "-rows": lambda case, clock: ceilings.bare_rows_path(case),
 }
 _BASELINES: dict[str, Callable[[Case], Baseline]] = {

@@ -73,19 +73,14 @@ class _OfALayer(Variants):
     def _own_steps(self, name: str, schedule: str, products: str | None) -> Path:
         """The steps of a layer of moecomm by a schedule."""
         layer = make_layer(self.comm, self.case.microbatches, self.case.experts, products)
-        weights = (layer.experts.w_in, layer.experts.w_out)
-
-        def by_name(grads: Sequence[Tensor]) -> Results:
-            return dict(zip((verify.DW_IN, verify.DW_OUT), grads, strict=True))
-
         more = {"layer": layer, "blocks": True, "waited": self.waited}
         note = f"products by {layer.experts.products.name}"
         run_step = partial(SCHEDULES[schedule], layer)
-        return self._steps(name, run_step, layer.router, weights, by_name, note=note, **more)
+        return self._steps(name, run_step, layer.router, self.weights, verify.by_name, note=note, **more)
 
     def _liger_steps(self) -> Path:
         """The steps of LigerCute's layer, one microbatch after the other."""
-        layer = LigerLayer(self.case, FixedRouting(self.case.microbatches))
+        layer = LigerLayer(self.case, FixedRouting(self.case.microbatches), self.shared)
         run_step = partial(one_after_the_other, layer)
         return self._steps(named.LIGER, run_step, layer.router, layer.weights, layer.by_name)
 

@@ -148,8 +148,13 @@ def test_a_path_that_cannot_run_is_recorded_with_its_reason(run: Callable[..., R
     assert [(row["path"], row["wrong"]) for row in content["rows"]] == [("memcpy", 0)]
 
 
-def test_every_variant_of_a_layer_is_verified_and_recorded(run: Callable[..., Ran]) -> None:
-    status, said, content = run("moe_layer", "--keep", "all,nothing", "--routing", "zipf")
+@pytest.mark.parametrize("shared", [0, 1])
+def test_every_variant_of_a_layer_is_verified_and_recorded(shared: int, run: Callable[..., Ran]) -> None:
+    preset, variants = "qwen3-30b", "all"
+    if shared:
+        preset, variants = "deepseek-v3-shared", ",".join((*options.VARIANTS, options.LIGER))
+    flags = ("--keep", "all,nothing", "--routing", "zipf", "--presets", preset, "--variants", variants)
+    status, said, content = run("moe_layer", *flags)
     assert status == 0, said
     rows = content["rows"]
     eager = ["dense product", "compute only", "communication only", "serial", "overlapped",
@@ -158,21 +163,24 @@ def test_every_variant_of_a_layer_is_verified_and_recorded(run: Callable[..., Ra
     few = ["dense product", "compute only", "overlapped", "fixed"]
     assert [row["path"] for row in rows if row["phase"] == "step" and row["graphs"]] == few
     assert [(each["path"], each["failed"]) for each in content["missing"]] == [
-        ("graph replay", False), ("graphed step", False),
+        *[("LigerCute", False)] * shared, ("graph replay", False), ("graphed step", False),
     ]  # fmt: skip
     for row in rows:
-        assert row["wrong"] == 0 and len(row["samples_s"]) == 2 and row["preset"] == "qwen3-30b"
+        assert row["wrong"] == 0 and len(row["samples_s"]) == 2 and row["preset"] == preset
         if row["path"] == "overlapped":
             assert 0 <= row["exposed_share"] <= 1 and row["ratio"] > 0 and 0 < row["worst"] < 2.0**-4
-            flops = 6 * 64 * 16 * row["rows"] / 2 * (3 if row["phase"] == "step" else 1)
+            rows_here = row["rows"] / 2 + shared * row["tokens"]
+            flops = 6 * 64 * 16 * rows_here * (3 if row["phase"] == "step" else 1)
             assert row["flops"] == flops and row["tflops"] == pytest.approx(flops / row["time_s"] / 1e12)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu_interleaved"])
 def test_microbatches_are_verified_and_recorded(activation: str, run: Callable[..., Ran]) -> None:
     flags = ("--ways", "microbatches", "--microbatches", "3", "--products", "torch")
-    status, said, content = run("moe_layer", *flags, "--activation", activation, ranks=3)
-    assert status == 0 and "shape of qwen3-30b" in said and "microbatches 3" in said, said
+    preset = "deepseek-v3-shared" if activation == "swiglu" else "qwen3-30b"
+    flags = (*flags, "--activation", activation, "--presets", preset)
+    status, said, content = run("moe_layer", *flags, ranks=3)
+    assert status == 0 and f"shape of {preset}" in said and "microbatches 3" in said, said
     rows = {(row["path"], row["phase"]): row for row in content["rows"]}
     assert list(rows) == [
         ("dense product", "step"),
