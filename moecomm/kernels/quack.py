@@ -209,7 +209,7 @@ class QuackProducts(Products):
         if self.columns_first:
             w_in, w_out = (weight.mT.contiguous().mT for weight in (w_in, w_out))
         groups = torch.tensor([0, 100, rows], dtype=torch.int32, device=device)
-        weights_P = torch.ones(rows, device=device)
+        weights_P = torch.ones(rows, dtype=torch.float32, device=device)
         gated: dict[str, Any] = {"activation": self._activation}
         b_in, b_out = (new(2, self._inner), new(2, hidden)) if bias else (None, None)
         inner_PI, z_PF = self.gated_mm(x_PH, w_in, groups, weights_P, **gated, bias_LI=b_in)

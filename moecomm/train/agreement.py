@@ -82,7 +82,7 @@ def agree_by_holders(
     between, place = _exchange(group, device)
     seen = torch.zeros(size, len(holders), 2, dtype=torch.int64, device=place)
     mine = [[number, _digest(each)] for number, each in zip(holders, words, strict=True)]
-    seen[own] = torch.tensor(mine, dtype=torch.int64)
+    seen[own] = seen.new_tensor(mine)
     dist.all_reduce(seen, group=between)
     for of_ranks in zip(*seen.tolist(), strict=True):
         found: dict[int, tuple[int, int]] = {}

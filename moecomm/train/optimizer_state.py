@@ -197,4 +197,4 @@ def _in_place(own: Any, value: Any) -> Any:
     optimizer's step in a CUDA graph reads it there."""
     if isinstance(own, tuple) and isinstance(value, tuple) and len(own) == len(value):
         return tuple(map(_in_place, own, value))
-    return own.copy_(torch.tensor(value)) if isinstance(own, Tensor) else value
+    return own.copy_(own.new_tensor(value)) if isinstance(own, Tensor) else value

@@ -31,6 +31,7 @@ CASES = {
     "columns first": (256, 192, [100, 200, 300], "swiglu_interleaved", False, True),
     "halves, columns first": (512, 328, [0, 7, 130, 130], "swiglu", False, True),
     "clamped, biases, columns first": (256, 192, [90, 91, 300], "swiglu_clamped", True, True),
+    "default dtype bfloat16": (384, 136, [100, 200, 300], "swiglu_interleaved", False, False),
 }
 
 
@@ -154,7 +155,12 @@ def _far_by_name(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], en
 @on_ranks(1)
 def test_products_are_those_of_float64(rank: int, world_size: int, name: str, seed: int) -> list[str]:
     hidden, ffn, ends, activation, bias, columns_first = CASES[name]
-    given, products = _operands(hidden, ffn, ends, seed, bias), _make(hidden, ffn, activation, columns_first)
+    given = _operands(hidden, ffn, ends, seed, bias)
+    torch.set_default_dtype(torch.bfloat16 if name.startswith("default") else torch.float32)
+    try:
+        products = _make(hidden, ffn, activation, columns_first)
+    finally:
+        torch.set_default_dtype(torch.float32)
     if columns_first:
         given |= {name: given[name].mT.contiguous().mT for name in ("w_in", "w_out")}
     offsets, rows = torch.tensor(ends, dtype=torch.int32, device="cuda"), ends[-1]

@@ -265,12 +265,16 @@ def test_another_default_device_and_dtype(comm: moecomm.Communicator, seed: int)
     finally:
         torch.set_default_device(None)
     assert torch.equal(found_TH, want_TH)
-    torch.set_default_dtype(torch.float64)
-    try:
-        twin = made(comm, seed)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(twin.experts.w_in, layer.experts.w_in)
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            twin = made(comm, seed)
+            twin_TH = twin(x_TH)
+            twin_TH.sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(twin.experts.w_in, layer.experts.w_in) and torch.equal(twin_TH, want_TH)
+        assert torch.equal(twin.router.weight.grad, layer.router.weight.grad)
 
 
 @pytest.mark.parametrize("way", ["pickle", "frozen copy"])
