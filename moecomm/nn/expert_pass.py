@@ -16,9 +16,10 @@ With w applied before the second product, no backward needs that product's resul
 routing weights. fc2_wgrad comes before fc1_dgrad, so that the rows of dispatch_grad are freed early. A
 transfer with nothing to overlap runs on the caller's stream, which costs the host less.
 
-For autograd a forward is one function, _Keep. If hooks handle the tensors that autograd saves, it is two:
-_Keep saves tensors and runs the backward, _Finish returns the result. So torch.utils.checkpoint can stop its
-recomputation before the result. With `keep_plans` a recomputation follows the first forward's plan.
+For autograd a forward is one function, _Keep, and without gradients none. If hooks handle the tensors that
+autograd saves, it is two: _Keep saves tensors and runs the backward, _Finish returns the result. So
+torch.utils.checkpoint can stop its recomputation before the result. With `keep_plans` a recomputation follows
+the first forward's plan.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class Forward:
     x_TH: Tensor
     topk_weights_TK: Tensor
     weights: Weights
-    in_two: bool  # True: _Finish returns y, and _Keep a placeholder that nothing reads
+    in_two = False  # True: _Finish returns y, and _Keep a placeholder that nothing reads
+    keeps = True  # False: no backward follows
 
     def __init__(self, context: PassContext, state: DispatchState | None) -> None:
         self.context, self._state = context, state
@@ -195,7 +197,7 @@ class Forward:
 
         with stages("fc1"):
             inner_PI, z_PF = self._fc1()
-        if context.keep == "all":
+        if context.keep == "all" and self.keeps:
             self._inner_PI = inner_PI
         del inner_PI
         with stages("fc2"):
@@ -446,6 +448,10 @@ def run_experts(
 
 def run_forward(forward: Forward, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns the result of `run_experts`, computed by `forward`, a Forward that has not run."""
+    if not torch.is_grad_enabled():  # a function of autograd would take the host 20 us all the same
+        forward.keeps = False
+        forward.start(x_TH, topk_weights_TK, weights)
+        return forward.result()
     forward.in_two = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     kept_TH: Tensor = _Keep.apply(forward, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
     # One function if possible: a second one takes the host 30 us.

@@ -68,6 +68,11 @@ class LocalExperts:
         finally:
             del self._adapters[name]
 
+    @property
+    def has_adapters(self) -> bool:
+        """True within `adding`."""
+        return bool(self._adapters)
+
     @contextlib.contextmanager
     def _changed(self, batches: int, merges: bool) -> Iterator[None]:
         """A context that divides the weights' gradients by `batches`, and if `merges` adds adapters to the
@@ -97,7 +102,7 @@ class LocalExperts:
     ) -> Tensor:
         """Returns what `MoecommEP` does, by communicators of the layer. ids: -1 for none; batches: the number
         by which the gradients of the module's weights are divided."""
-        plain = self._has_plain_weights()
+        plain = self.has_plain_weights()
         dtype = getattr(self._experts, self._first).dtype if plain else None
         x_TH, kind = hidden_states, hidden_states.device.type
         on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -259,7 +264,7 @@ class LocalExperts:
             self._products[key] = made
         return self._products[key]
 
-    def _has_plain_weights(self) -> bool:
+    def has_plain_weights(self) -> bool:
         """Returns whether the weights are plain tensors that products accept. Each forward asks, since
         quantizers may come later."""
         experts: Any = self._experts

@@ -274,7 +274,7 @@ def test_refusals(rank: int, size: int, folders: Path, seed: int) -> None:
         GraphedStep(forward_backward, model)
     step = GraphedStep(forward_backward, model, recorder=Played())
     with (
-        mock.patch.object(LocalExperts, "_has_plain_weights", return_value=False),
+        mock.patch.object(LocalExperts, "has_plain_weights", return_value=False),
         pytest.raises(Unsupported, match="Qwen3MoeExperts, which runs its own forward"),
     ):
         step(tokens)

@@ -45,6 +45,28 @@ def _experts(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(1)
+def test_few_rows_on_gpus_run_as_transformers_generates(
+    rank: int, size: int, family: str, folders: Path, seed: int
+) -> None:
+    """By "batched_mm", bit for bit, on tensors that say they are on a GPU; not with gradients, and not with
+    so many rows that copies of their experts' weights take longer."""
+    folder, tokens = saved_once(folders, family), batch_of(0, seed)
+    model, other = _load(folder), _load(folder, "batched_mm")
+    with torch.no_grad(), mock.patch.object(torch.Tensor, "is_cuda", True):
+        assert torch.equal(model(tokens).logits, other(tokens).logits)
+    assert all(each.moecomm.local.comm is None for each in _experts(model))
+    experts = _experts(model)[0]
+    of_expert = sum(each[0].nbytes for name, each in experts.named_parameters() if name.endswith("proj"))
+    most, whole = (512 << 20) // of_expert, experts.moecomm
+    assert not whole.is_better_copied(1)
+    with torch.no_grad():
+        assert [whole.is_better_copied(rows) for rows in (0, 1, most, most + 1)] == [False, True, True, False]
+        with whole.local.adding("down_proj", [(torch.ones(1), torch.ones(1), 1.0)]):
+            assert not whole.is_better_copied(1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @on_ranks(2)
 def test_families(rank: int, size: int, family: str, folders: Path, seed: int) -> list[str]:
     """Logits, loss and gradients. Ranks need not call together, although they have a process group."""
