@@ -21,7 +21,7 @@ from moecomm.shared import LayerCommunicators
 from moecomm.transformers.experts import LocalExperts
 from moecomm.types import ALONE
 
-_MOST_COPIED = 512 << 20
+MOST_COPIED = 1 << 30
 """The most bytes of weights for which "batched_mm", which copies an expert's weights for each of its rows, is
 faster than kernels that do not (docs/transformers.md, "Generating")."""
 
@@ -58,7 +58,7 @@ class WholeExperts:
             return False
         weights = 3 if self.experts.has_gate else 2  # of the size of down_proj
         of_expert = self.experts.down_proj[0].numel() * self.experts.down_proj.itemsize * weights
-        return bool(0 < rows * of_expert <= _MOST_COPIED)
+        return bool(0 < rows * of_expert <= MOST_COPIED)
 
 
 def whole_experts(experts: Any) -> WholeExperts:

@@ -18,6 +18,7 @@ from tests.multirank.on_ranks import on_ranks
 
 pytest.importorskip("transformers")
 
+from moecomm.transformers import whole_experts
 from tests.multirank.hf_models import (
     EXPERTS,
     FAMILIES,
@@ -58,7 +59,7 @@ def test_few_rows_on_gpus_run_as_transformers_generates(
     assert all(each.moecomm.local.comm is None for each in _experts(model))
     experts = _experts(model)[0]
     of_expert = sum(each[0].nbytes for name, each in experts.named_parameters() if name.endswith("proj"))
-    most, whole = (512 << 20) // of_expert, experts.moecomm
+    most, whole = whole_experts.MOST_COPIED // of_expert, experts.moecomm
     assert not whole.is_better_copied(1)
     with torch.no_grad():
         assert [whole.is_better_copied(rows) for rows in (0, 1, most, most + 1)] == [False, True, True, False]
