@@ -44,6 +44,8 @@ from finetune.watch import Watch, peak_memory
 from moecomm.nn import load_balancing_loss
 from moecomm.transformers import Graphed, Resumable, keep_plans
 
+TAKEN = "windows_taken"
+"""The file of a checkpoint with the number of windows that its run has taken."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """The attention's matrices, by their names in all of transformers' models."""
 
@@ -55,7 +57,9 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
     its tokens to a few experts, if these are others in each layer."""
 
     balance, top_k, max_skipped = 0.0, 1, 10
+    windows = (0, 0)  # taken by the steps of earlier runs, and by one step of this run
     skipped = 0  # steps left out in a row, up to the last one
+    begun = 0  # steps of earlier runs
     saved: int | None = None  # step of the newest checkpoint, also of one that is resumed
 
     def compute_loss(
@@ -103,7 +107,12 @@ class BalancingTrainer(Resumable, Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         if self.skipped:
             return  # the next steps may be left out, too
-        with _written(f"the checkpoint of step {self.state.global_step}"):
+        step, (before, of_step) = self.state.global_step, self.windows
+        with _written(f"the checkpoint of step {step}"):
+            if self.is_world_process_zero():
+                path = Path(self.args.output_dir, f"checkpoint-{step}", TAKEN)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(str(before + (step - self.begun) * of_step))
             super()._save_checkpoint(*arguments, **options)
         self.saved = self.state.global_step
 
@@ -203,8 +212,9 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     checkpoint = _newest_checkpoint(out) if options.resume else None
     if options.resume and checkpoint is None:
         raise UsageError(f"--resume: no checkpoint in {out}")
-    begun = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
-    if begun is not None and begun >= options.steps:  # the Trainer would take one more
+    begun = 0 if checkpoint is None else int(checkpoint.rpartition("-")[2])
+    taken = 0 if checkpoint is None else _windows_taken(Path(checkpoint), begun * step_windows)
+    if begun >= options.steps:  # the Trainer would take one more
         raise UsageError(f"--resume: the run in {out} has done {begun} steps: name more than that by --steps")
     if first:
         print(
@@ -232,7 +242,7 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False, **how})
     metrics = None
     if first:
-        metrics = MetricsFile(out / "metrics.jsonl", resume_at=begun)
+        metrics = MetricsFile(out / "metrics.jsonl", resume_at=begun or None)
     watch = Watch(
         model,
         device,
@@ -246,14 +256,15 @@ def run(options: Options, device: torch.device, stop: StopRequest) -> None:
     trainer = (GraphedTrainer if graph else BalancingTrainer)(
         model=model,
         args=_arguments(options, gpu),
-        train_dataset=training,
+        train_dataset=text.InOrder(training, options.seed, taken, (options.steps - begun) * step_windows),
         eval_dataset=held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,  # a tokenizer's would pad, and many have no token for that
         callbacks=[watch],
     )
     trainer.balance, trainer.top_k = options.balance, model_size.top_k
-    trainer.max_skipped, trainer.saved = options.max_skipped, begun
+    trainer.max_skipped, trainer.saved = options.max_skipped, begun or None
+    trainer.begun, trainer.windows = begun, (taken, step_windows)
     trainer.remove_callback(PrinterCallback)
     if first:
         trainer.add_callback(Lines(options.steps))
@@ -392,6 +403,13 @@ def _newest_checkpoint(out: Path) -> str | None:
     return whole[max(whole)] if whole else None
 
 
+def _windows_taken(checkpoint: Path, expected: int) -> int:
+    """Returns how many windows the steps up to a checkpoint have taken; if it does not tell, `expected`."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((checkpoint / TAKEN).read_text())
+    return expected
+
+
 def _set_aside(out: Path) -> None:
     """Moves the checkpoints of an earlier run into a separate folder: otherwise `--resume` would take one for
     this run's."""
@@ -437,6 +455,8 @@ def _arguments(options: Options, gpu: bool) -> TrainingArguments:
         save_total_limit=2,
         prediction_loss_only=True,
         remove_unused_columns=False,
+        train_sampling_strategy="sequential",  # the windows are in order already
+        ignore_data_skip=True,  # a resumed run begins with the next ones
         seed=options.seed,
         use_cpu=not gpu,
         bf16=gpu and not options.lora and dist.get_world_size() == 1,  # FSDP2 casts on several

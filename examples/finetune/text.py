@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from jinja2 import TemplateError
 from lm.errors import UsageError
@@ -182,6 +183,27 @@ class Windows(Dataset[dict[str, Tensor]]):
             "labels": self.targets_WS[place],
             "position_ids": self.positions_WS[place],
         }
+
+
+class InOrder(Dataset[dict[str, Tensor]]):
+    """`count` windows of a run, from its window number `begin` on. A run goes through all windows, then
+    through all in another order, and so on, however many ranks take them."""
+
+    def __init__(self, windows: Windows, seed: int, begin: int, count: int) -> None:
+        self.windows, self._seed, self._begin, self._count = windows, seed, begin, count
+        self._turn, self._order = -1, [0]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        turn, place = divmod(self._begin + number, len(self.windows))
+        if turn != self._turn:
+            random = numpy.random.default_rng([self._seed, turn])
+            self._turn, self._order = turn, random.permutation(len(self.windows)).tolist()
+        return self.windows[self._order[place]]
 
 
 def split(documents: Sequence[Document], tokenizer: Any, seq: int, least: int) -> tuple[Windows, Windows]:

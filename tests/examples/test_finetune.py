@@ -222,6 +222,9 @@ def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path, model: Path) -
     assert not torch.equal(loaded(window).logits, before)
     said = _run("--resume", "--out", out, "--steps", 5, ranks=1)
     assert "8 experts on 1 of 1 ranks" in said and "5 steps" in said.splitlines()[-1]
+    taken = {each.parent.name: each.read_text() for each in out.glob("checkpoint-*/windows_taken")}
+    # Two of each rank in a step, on two ranks, then on four, then on one.
+    assert taken == {"checkpoint-4": str(2 * 4 + 2 * 8), "checkpoint-5": str(2 * 4 + 2 * 8 + 2)}
 
 
 LEAVE = """

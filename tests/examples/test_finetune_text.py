@@ -186,6 +186,24 @@ def test_what_is_no_text_is_told(tmp_path: Path, name: str, content: str | bytes
         text.read_documents([str(file)])
 
 
+@pytest.mark.parametrize("parts", [[23], [4, 6, 13], [10, 1, 12]])
+def test_a_run_takes_all_windows_in_turn_however_it_is_cut(
+    parts: list[int], tokenizer: Any, seed: int
+) -> None:
+    words = " ".join(map(str, range(60)))
+    windows, seed = text.Windows([text.Document(words)], tokenizer, 16), seed % 2**32
+    count = len(windows)
+    assert 4 < count < 12, count
+    whole = [each["input_ids"].tolist() for each in text.InOrder(windows, seed, 0, 23)]
+    found, begin = [], 0
+    for part in parts:
+        found += [each["input_ids"].tolist() for each in text.InOrder(windows, seed, begin, part)]
+        begin += part
+    every = sorted(windows.tokens_WS.tolist())
+    assert found == whole and sorted(whole[:count]) == sorted(whole[count : 2 * count]) == every
+    assert whole != [each["input_ids"].tolist() for each in text.InOrder(windows, seed + 1, 0, 23)]
+
+
 def test_a_split_holds_out_whole_documents_or_the_last_windows(tokenizer: Any) -> None:
     many = [text.Document(f"document {number} " * 20) for number in range(64)]
     training, held_out = text.split(many, tokenizer, 16, 1)
