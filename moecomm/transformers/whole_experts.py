@@ -57,7 +57,8 @@ class WholeExperts:
         if torch.is_grad_enabled() or self.local.has_adapters or not self.local.has_plain_weights():
             return False
         weights = 3 if self.experts.has_gate else 2  # of the size of down_proj
-        of_expert = self.experts.down_proj[0].numel() * self.experts.down_proj.itemsize * weights
+        _, columns, inner = self.experts.down_proj.shape
+        of_expert = columns * inner * self.experts.down_proj.itemsize * weights
         return bool(0 < rows * of_expert <= MOST_COPIED)
 
 
