@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import moecomm
-from moecomm.kernels.activation import weighted_activation
 from moecomm.nn import GraphedStep, GroupedExperts, MoEConfig, MoELayer, OverlapConfig, Routing
 
 from ..harness import options as named
@@ -150,13 +149,12 @@ class Variants:
     def __init__(self, comm: moecomm.Communicator, case: LayerCase, clock: Clock) -> None:
         self.comm, self.case, self.clock = comm, case, clock
         self.weights = (case.experts.w_in, case.experts.w_out, *case.experts.shared)
+        layer = make_layer(comm, [case], case.experts, None, overlap=IN_ORDER) if case.point.shared else None
+        self._shared = layer and layer.shared
 
     def shared(self, x_TH: Tensor) -> Tensor | float:
-        """What the shared experts add to the result, by moecomm; 0 without any."""
-        experts = self.case.experts.shared
-        if not experts:
-            return 0.0
-        return weighted_activation(x_TH @ experts[0], activation=self.case.options.activation) @ experts[1]
+        """What the shared experts add to the result, as moecomm.nn has them; 0 without any."""
+        return 0.0 if self._shared is None else self._shared(x_TH)
 
     def path(
         self,
