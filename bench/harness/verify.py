@@ -228,7 +228,8 @@ def _expert(
 
 
 def by_name(weights: Iterable[Tensor]) -> dict[str, Tensor]:
-    """What belongs to w_in, w_out and, if there are shared experts, to theirs, under its name."""
+    """Returns the given tensors, one of each weight, under the names of OF_WEIGHTS; without shared experts
+    there are none of theirs."""
     return dict(zip(OF_WEIGHTS, weights, strict=False))
 
 

@@ -150,11 +150,12 @@ class Variants:
         self.comm, self.case, self.clock = comm, case, clock
         self.weights = (case.experts.w_in, case.experts.w_out, *case.experts.shared)
         layer = make_layer(comm, [case], case.experts, None, overlap=IN_ORDER) if case.point.shared else None
-        self._shared = layer and layer.shared
+        self.shared = layer and layer.shared
 
-    def shared(self, x_TH: Tensor) -> Tensor | float:
-        """What the shared experts add to the result, as moecomm.nn has them; 0 without any."""
-        return 0.0 if self._shared is None else self._shared(x_TH)
+    def with_shared(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
+        """Returns a layer's result y and what moecomm's shared experts make of x; without any, y itself, so
+        that no peer is timed with a sum that it does not need."""
+        return y_TH if self.shared is None else y_TH + self.shared(x_TH)
 
     def path(
         self,
@@ -223,8 +224,7 @@ class Variants:
 
         def forward(case: LayerCase) -> tuple[Tensor, ...]:
             rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
-            shared_TH = self.shared(case.x_TH)
-            return (rows_PH, shared_TH) if isinstance(shared_TH, Tensor) else (rows_PH,)
+            return (rows_PH,) if self.shared is None else (rows_PH, self.shared(case.x_TH))
 
         def step(case: LayerCase) -> Results:
             outputs = forward(case)
@@ -449,7 +449,7 @@ class _Variants(Variants):
 
         def forward() -> Tensor:
             y_TH = layer.forward(case.x_TH, case.topk_idx_TK, case.weights_TK, compute)
-            return y_TH + self.shared(case.x_TH)
+            return self.with_shared(y_TH, case.x_TH)
 
         return self._call(
             named.BASELINE,
@@ -464,7 +464,7 @@ class _Variants(Variants):
         """LigerCute's layer. Its forward alone is one without a backward to come, since it keeps memory for
         each that is to come."""
         case = self.case
-        layer = LigerLayer(case, FixedRouting([case]), self.shared)
+        layer = LigerLayer(case, FixedRouting([case]), self.with_shared)
 
         def forward() -> Tensor:
             with torch.no_grad():

@@ -18,11 +18,11 @@ from ..harness.case import LayerCase
 
 
 class LigerLayer:
-    """The layer, called as a MoELayer is. `router` gives the routing of each call, `shared` what shared
-    experts add."""
+    """The layer, called as a MoELayer is. `router` gives the routing of each call; `with_shared(y, x)` adds
+    what shared experts make of x."""
 
     def __init__(
-        self, case: LayerCase, router: nn.Module, shared: Callable[[Tensor], Tensor | float]
+        self, case: LayerCase, router: nn.Module, with_shared: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")  # else it looks for a network
         import liger_cute_kernels as kernels  # type: ignore[import-not-found]
@@ -39,7 +39,7 @@ class LigerLayer:
             gpus_per_host=options.ranks,
         )
         kernels.configure(device=case.device, moe=most)
-        self.router, self._shared, self._experts = router, shared, case.point.experts
+        self.router, self._with_shared, self._experts = router, with_shared, case.point.experts
         self._layer = LigerExpertParallelFusedMoe()
         self._interleaved = options.activation == "swiglu_interleaved"
         w_in, w_out = case.experts.w_in.detach(), case.experts.w_out.detach()
@@ -52,7 +52,7 @@ class LigerLayer:
         weights_TK = routing.topk_weights_TK.to(torch.bfloat16)
         own = self.weights[:3]
         y_TH: Tensor = self._layer(x_TH, routing.topk_idx_TK, weights_TK, *own, self._experts)
-        return y_TH + self._shared(x_TH)
+        return self._with_shared(y_TH, x_TH)
 
     def by_name(self, grads: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients of `weights` in the layout of moecomm's weights, under the names that verify uses."""

@@ -80,7 +80,7 @@ class _OfALayer(Variants):
 
     def _liger_steps(self) -> Path:
         """The steps of LigerCute's layer, one microbatch after the other."""
-        layer = LigerLayer(self.case, FixedRouting(self.case.microbatches), self.shared)
+        layer = LigerLayer(self.case, FixedRouting(self.case.microbatches), self.with_shared)
         run_step = partial(one_after_the_other, layer)
         return self._steps(named.LIGER, run_step, layer.router, layer.weights, layer.by_name)
 

@@ -224,7 +224,7 @@ def test_ligercute_gets_the_weights_as_it_wants_them(
     monkeypatch.setitem(sys.modules, "liger_cute_kernels", kernels)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.moe", frontend)
     one = layer_case("bfloat16", seed, f"--variants LigerCute --activation {activation}")
-    layer = LigerLayer(one, FixedRouting([one]), lambda x_TH: 0.0)
+    layer = LigerLayer(one, FixedRouting([one]), lambda y_TH, x_TH: y_TH)
     sizes = {"max_tokens": 23, "hidden_size": 32, "num_experts": 8, "top_k": 3, "gpus_per_host": 1}
     assert most == [sizes | {"num_hosts": 1}]
     wanted = verify.wanted(one, 0)[0]
